@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.catalog.added_tokens import read_added_tokens
+from sie.catalog.added_tokens import SPECIAL_NAMES, read_added_tokens
 from sie.catalog.extraction import count_positions
 from sie.catalog.files import Checkpoint, refuse
 from sie.values.card import ModelCard
@@ -31,7 +31,6 @@ _PLAIN_TEMPLATE: Final = Path(__file__).with_name("plain_chat.jinja")
 _LAST_MESSAGE: Final = Path(__file__).with_name("last_message.jinja")
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _TOOL_TEMPLATE_FILE: Final = "additional_chat_templates/tool_use.jinja"
-_SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOOL_FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama"),
@@ -189,7 +188,7 @@ def finish_generator(card: ModelCard, chat_template: str) -> ModelCard:
 
 def read_special_tokens(settings: dict[str, Any], mapping: dict[str, Any]) -> dict[str, str]:
     """Return the special tokens by name; tokenizer_config.json overrides special_tokens_map.json."""
-    named = {name: settings.get(name, mapping.get(name)) for name in _SPECIAL_NAMES}
+    named = {name: settings.get(name, mapping.get(name)) for name in SPECIAL_NAMES}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 

@@ -37,7 +37,8 @@ from sie.catalog.image_to_text import finish_image_to_text
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel, check_model_id
 from sie.catalog.text_ends import with_text_ends
-from sie.catalog.tokenizer import check_pieces, convert_tokenizer, with_tokenizer_settings
+from sie.catalog.tokenizer import check_pieces, convert_tokenizer
+from sie.catalog.tokenizer_settings import with_tokenizer_settings
 from sie.catalog.weights import with_num_weights
 from sie.runtime import child_setup, confined
 from sie.values.card import ModelCard

@@ -1,4 +1,4 @@
-"""Provides a `tokenizer.json` for checkpoints without one, or whose settings override their own.
+"""Provides a `tokenizer.json` for checkpoints without one.
 
 transformers converts the tokenizer of a checkpoint without that file once. The cache keeps the result under a hash of
 all its sources, so it is never stale. Frontends read only `tokenizer.json`, so they do not need another library.
@@ -16,19 +16,12 @@ from typing import Any
 
 import msgspec
 
-from sie.catalog.files import open_checkpoint, refuse
-from sie.values.card import ModelCard
+from sie.catalog.files import refuse
 
 _SOURCES = ("*.json", "*.txt", "*.model", "*.tiktoken")
 _VOCABULARIES = ("*vocab*", "*.model", "*.tiktoken")
 _FOLDER = "tokenizers"
 _SENTENCEPIECE = "*.model"
-_BERT_NAMES = ("Bert", "DistilBert", "Electra", "LayoutLM", "MPNet", "MobileBert", "SqueezeBert")
-_BERT_CLASSES = {f"{name}Tokenizer{suffix}" for name in _BERT_NAMES for suffix in ("", "Fast")}
-_BERT_TYPES = {"bert", "distilbert", "electra", "layoutlm", "mobilebert", "mpnet", "nomic_bert", "squeezebert"}
-"""Values of `model_type` with such a tokenizer, where no file names its class."""
-_LETTERS = {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True}
-"""Settings of tokenizer_config.json for a BERT's normalizer, and their defaults."""
 _MAX_PIECE_CHARS = 64
 """A Unigram model looks at each place of a text for pieces of every length. SentencePiece makes pieces of up to 16."""
 
@@ -56,53 +49,6 @@ def convert_tokenizer(model_id: str, directory: str, cache_dir: str) -> str:
     that the conversion needs is not installed.
     """
     return keep_tokenizer(model_id, cache_dir, _fingerprint(directory), lambda: _convert(model_id, directory))
-
-
-def with_tokenizer_settings(card: ModelCard, cache_dir: str) -> ModelCard:
-    """Return a card whose tokenizer reads letters as tokenizer_config.json says, even if its own file disagrees.
-
-    A tokenizer of BERT takes lower case, accents and Chinese characters from tokenizer_config.json. Source:
-    transformers 5.23 tokenization_bert.py, and 4.57 tokenization_bert_fast.py. Writes a `tokenizer.json` to the cache
-    if the card's own differs. Raises ModelLoadFailed, also for an encoder or a reranker that cuts a text's beginning.
-    """
-    try:
-        data = Path(card.tokenizer_file).read_bytes()
-        parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        form, truncation = (msgspec.json.decode(parts.get(n, b"null")) for n in ("normalizer", "truncation"))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return card  # the frontends refuse it
-    checkpoint = open_checkpoint(card.id, card.directory)
-    settings = {} if card.static_vectors else checkpoint.read_object("tokenizer_config.json")
-    _check_side(card, settings, truncation or {})
-    wanted = {} if card.static_vectors else _letters(card.id, settings, checkpoint.read_object("config.json"))
-    if not isinstance(form, dict) or form.get("type") != "BertNormalizer" or form | wanted == form:
-        return card
-    parts["normalizer"] = msgspec.Raw(msgspec.json.encode(form | wanted))
-    text = msgspec.json.encode(parts)
-    digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-    return msgspec.structs.replace(card, tokenizer_file=keep_tokenizer(card.id, cache_dir, digest, text.decode))
-
-
-def _check_side(card: ModelCard, settings: dict[str, Any], truncation: dict[str, Any]) -> None:
-    """Refuse a tokenizer that keeps the end of a long text. Generators and extractors do not cut texts by it."""
-    name, side = "truncation_side in tokenizer_config.json", settings.get("truncation_side")
-    if side is None:
-        name, side = "direction of truncation in tokenizer.json", truncation.get("direction", "right")
-    if str(side).lower() != "right" and card.kind not in ("generator", "extractor"):
-        raise refuse(card.id, f"its {name} is {side!r}; only 'right' can be run, which keeps a text's beginning")
-
-
-def _letters(model_id: str, settings: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the normalizer's fields that a tokenizer of BERT sets; empty for other tokenizers."""
-    name = settings.get("tokenizer_class") or config.get("tokenizer_class")
-    if str(name) not in _BERT_CLASSES if name else config.get("model_type") not in _BERT_TYPES:
-        return {}
-    read = {name: settings.get(name, default) for name, default in _LETTERS.items()}
-    for name, value in read.items():
-        if not isinstance(value, bool) and not (name == "strip_accents" and value is None):
-            raise refuse(model_id, f"tokenizer_config.json sets {name} to {value!r}")
-    lowercase, strip_accents, handle_chinese_chars = read.values()
-    return {"lowercase": lowercase, "strip_accents": strip_accents, "handle_chinese_chars": handle_chinese_chars}
 
 
 def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Callable[[], str]) -> str:

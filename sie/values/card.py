@@ -205,7 +205,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the tokenizer's configuration adds to every text; a prepared card's tokenizer_file adds them."""
     accept_token_ids: bool = False
     """Whether clients may send token ids of this tokenizer instead of texts to embed."""
+    splits_special_tokens: bool = False
+    """Whether special tokens in a text are read as plain text."""
+    truncation_side: Literal["left", "right"] = "right"
+    """The side on which a text that is too long loses tokens."""
     lowercase: bool = False
+    """Whether texts are lowered before they are tokenised; a prepared card's tokenizer_file does it, except for towers."""
     strip: bool = False
     """Whether texts lose surrounding white space before they are tokenised."""
     drop_punctuation: bool = False

@@ -6,7 +6,7 @@ Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 import tokenizers
 
@@ -50,11 +50,12 @@ def cut_pairs(
     cuts: Cuts,
     *,
     lengths: Lengths | None = None,
+    side: Literal["left", "right"] = "right",
 ) -> list[tokenizers.Encoding]:
     """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
 
     If both texts of a pair are cut and the room is odd, the text that was longer when whole keeps one token more. lengths
-    knows the whole lengths of texts that are given here only in part. cuts gets the documents whose pairs were cut. Raises
+    knows the whole lengths of texts that are given here only in part. Texts lose tokens on the given side. cuts gets the documents whose pairs were cut. Raises
     the library's TypeError for a text that is not valid Unicode.
     """
     lengths = lengths or Lengths(tokenizer, [query, *documents])
@@ -75,8 +76,8 @@ def cut_pairs(
             if shorter < longer:
                 wholes = lengths.of(0, query, query_tokens), lengths.of(index + 1, documents[index], document_tokens)
                 is_head_longer = wholes[0] > wholes[1]
-        head.truncate(longer if is_head_longer else shorter)
-        document.truncate(shorter if is_head_longer else longer)
+        head.truncate(longer if is_head_longer else shorter, direction=side)
+        document.truncate(shorter if is_head_longer else longer, direction=side)
         pairs.append(tokenizer.post_process(head, document))
     return pairs
 

@@ -1,4 +1,4 @@
-"""Limits the text that a tokenizer library reads: the beginning of a long text, in parts of a bounded size.
+"""Limits the text that a tokenizer library reads: one end of a long text, in parts of a bounded size.
 
 The library needs 100 bytes for each character of a text, and up to 0.5 us, even for tokens that are cut off afterwards.
 A tokenizer file's own rules may also make a text longer before it is split. Pure, apart from the library's calls.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import tokenizers
@@ -17,6 +17,8 @@ import tokenizers
 from sie.frontend.inputs.text_rules import least_chars
 from sie.values.errors import InputTooLong
 
+Side = Literal["left", "right"]
+"""The side on which a long text loses tokens."""
 _MAX_GROWTH: Final = 4096
 """Real tokenizers stay under 1,500: two Unicode forms, a charsmap and a mark for each space in one sequence."""
 _MAX_GROWN_BYTES: Final = 32 << 20
@@ -24,7 +26,7 @@ _MAX_CHARS: Final = 8 << 20
 _CHARS_A_TOKEN: Final = 8
 _MORE_CHARS: Final = 1024
 _MARGIN: Final = 128
-"""Tokens beyond the limit that a text's beginning must have: where it was cut, its last tokens may not be the text's."""
+"""Tokens beyond the limit that a text's end must have: where it was cut, its tokens may not be the whole text's."""
 _DIGITS_AT_ONCE: Final = 4096
 _CHARS_AT_ONCE: Final = 1 << 20
 _FIXED_GROWTH: Final = {
@@ -64,9 +66,15 @@ def check_chars(model_id: str, texts: Sequence[str], most: int) -> None:
 
 
 def shorten(
-    model_id: str, tokenizer: tokenizers.Tokenizer, texts: Sequence[str], limit: int | None, most: int
+    model_id: str,
+    tokenizer: tokenizers.Tokenizer,
+    texts: Sequence[str],
+    limit: int | None,
+    most: int,
+    *,
+    side: Side = "right",
 ) -> Sequence[str]:
-    """Return the texts, long ones cut to a beginning that has more than limit tokens: the rest cannot matter.
+    """Return the texts, long ones cut on a side to more than limit tokens: the rest cannot matter.
 
     Only texts with over 16 characters for each token of the limit are cut. Raises InputTooLong when limit tokens need
     more than `most` characters, and TypeError for a text that is not valid Unicode.
@@ -74,7 +82,7 @@ def shorten(
     size = _MORE_CHARS + _CHARS_A_TOKEN * limit if limit is not None else most
     if max(map(len, texts), default=0) <= min(2 * size, most):
         return texts
-    short = [text if len(text) <= 2 * size else _beginning(tokenizer, text, limit, size, most) for text in texts]
+    short = [text if len(text) <= 2 * size else _cut(tokenizer, text, limit, size, most, side=side) for text in texts]
     check_chars(model_id, short, most)
     return short
 
@@ -93,17 +101,20 @@ def groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
     yield texts[first:]
 
 
-def _beginning(tokenizer: tokenizers.Tokenizer, text: str, limit: int | None, size: int, most: int) -> str:
-    """Return a beginning of the text that holds all tokens within the limit, or the text."""
+def _cut(tokenizer: tokenizers.Tokenizer, text: str, limit: int | None, size: int, most: int, *, side: Side) -> str:
+    """Return a beginning or an end of the text that holds all tokens within the limit, or the text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise TypeError from error
-    while limit is not None and (size := _behind_number(text, min(size, most))) < len(text):
-        head = text[:size]
-        [encoding] = tokenizer.encode_batch_fast([head], add_special_tokens=False)
+    while limit is not None:
+        size = min(size, most)
+        part = text[: _behind_number(text, size)] if side == "right" else text[_before_number(text, len(text) - size) :]
+        if len(part) >= len(text):
+            break
+        [encoding] = tokenizer.encode_batch_fast([part], add_special_tokens=False)
         if len(encoding) + sum(map(len, encoding.overflowing)) >= limit + _MARGIN:
-            return head
+            return part
         if size >= most:
             break
         size *= 8
@@ -117,6 +128,16 @@ def _behind_number(text: str, place: int) -> int:
             place += _DIGITS_AT_ONCE
         while text[place : place + 1].isnumeric():
             place += 1
+    return place
+
+
+def _before_number(text: str, place: int) -> int:
+    """Return a place at or before this one that is not inside a number: many tokenizers group digits from its start."""
+    place = max(0, place)
+    while place >= _DIGITS_AT_ONCE and text[place - _DIGITS_AT_ONCE : place + 1].isnumeric():
+        place -= _DIGITS_AT_ONCE
+    while place and text[place - 1 : place + 1].isnumeric():
+        place -= 1
     return place
 
 

@@ -21,7 +21,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.frontend.inputs.pair_cuts import Cuts, Lengths, cut_pairs
-from sie.frontend.inputs.text_bounds import groups, shorten
+from sie.frontend.inputs.text_bounds import Side, groups, shorten
 from sie.frontend.inputs.tokenizer_files import filler_of, most_chars, open_tokenizer, own_pool, with_marker
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, Internal, SieError
@@ -47,11 +47,13 @@ class _Reader(NamedTuple):
     prefix: str = ""
     add_special_tokens: bool = True
     max_chars: int = sys.maxsize
+    side: Side = "right"
+    """The side on which long texts lose tokens."""
 
     def shorten(self, model_id: str, texts: Sequence[str], max_tokens: int | None = None) -> Sequence[str]:
         """Return the texts, or as much of each as holds the tokens that are read (`text_bounds.shorten`)."""
         limit = min((n for n in (self.limit, max_tokens) if n is not None), default=None)
-        return shorten(model_id, self.tokenizer, texts, limit, self.max_chars)
+        return shorten(model_id, self.tokenizer, texts, limit, self.max_chars, side=self.side)
 
     def room(self, max_tokens: int | None, *, pair: bool = False) -> int | None:
         """Return how many tokens max_tokens leaves beside the special ones; None when it is not below the limit.
@@ -76,7 +78,7 @@ class Tokenizer:
         self.card = card
         self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
         self._document = self._query = _Reader(
-            tokenizer, card.max_sequence_length, max_chars=most_chars(card, tokenizer)
+            tokenizer, card.max_sequence_length, max_chars=most_chars(card, tokenizer), side=card.truncation_side
         )
         self._is_plain = not (card.strip or card.lowercase or card.drop_punctuation)
         self._filler = filler_of(card, tokenizer)
@@ -146,7 +148,7 @@ class Tokenizer:
         for a limit without room for a text.
         """
         reader = self._query if is_query else self._document
-        tokenizer, limit, prefix, add_special_tokens, _ = reader
+        tokenizer, limit, prefix, add_special_tokens, *_ = reader
         if not self._is_plain:
             texts = [self._clean(text) for text in texts]
         if prefix:
@@ -238,7 +240,8 @@ class Tokenizer:
         # When both texts of a pair are cut, the library also joins each piece of one with each piece of the other.
         # That takes a gigabyte for two texts of 10,000 words. So the library cuts only single texts.
         if limit is not None and (is_cut_here or len(query) > limit):
-            return cut_pairs(tokenizer, query, documents, limit, cuts, lengths=lengths)
+            side = self._document.side
+            return cut_pairs(tokenizer, query, documents, limit, cuts, lengths=lengths, side=side)
         encodings = tokenizer.encode_batch_fast([(query, document) for document in documents])
         if limit is not None:
             _note_cuts(encodings, limit, cuts)
@@ -279,7 +282,10 @@ class Tokenizer:
         empty array and for an id outside the vocabulary.
         """
         limit = min((n for n in (self.card.max_sequence_length, max_tokens) if n is not None), default=None)
-        rows = [ids if limit is None else ids[:limit] for ids in token_lists]
+        if self._document.side == "left":
+            rows = [ids if limit is None else ids[-limit:] for ids in token_lists]
+        else:
+            rows = [ids if limit is None else ids[:limit] for ids in token_lists]
         for index, ids in enumerate(token_lists):
             if not ids:
                 raise BadRequest(f"Token array {index} must not be empty", extras={"param": "input"})
@@ -339,7 +345,7 @@ def _encode_short(
     for index, encoding in enumerate(encodings):
         if len(encoding) > room and cuts is not None:
             cuts[index] = max_tokens
-        encoding.truncate(room)
+        encoding.truncate(room, direction=reader.side)
     return [tokenizer.post_process(encoding, None, reader.add_special_tokens).ids for encoding in encodings]
 
 

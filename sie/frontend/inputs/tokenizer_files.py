@@ -20,7 +20,7 @@ from sie.values.errors import Internal
 def open_tokenizer(
     card: ModelCard, path: str, limit: int | None, loop: asyncio.AbstractEventLoop | None
 ) -> tokenizers.Tokenizer:
-    """Return a file's tokenizer without padding, and truncated only at limit.
+    """Return a file's tokenizer without padding, and truncated only at limit, on the card's side.
 
     With the event loop of a server, rules that may take long are guarded. Raises Internal for a file that cannot be used.
     """
@@ -34,7 +34,8 @@ def open_tokenizer(
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if limit is not None:
-        tokenizer.enable_truncation(limit)  # pyright: ignore[reportUnknownMemberType]  # untyped
+        tokenizer.enable_truncation(limit, direction=card.truncation_side)  # pyright: ignore[reportUnknownMemberType]  # untyped
+    tokenizer.encode_special_tokens = card.splits_special_tokens
     try:
         rules = rules_to_try(tokenizer)
     except RulesError as error:

@@ -98,7 +98,7 @@ class PairReading:
                     )
                 self.cuts[item] = room
                 premise = tokenizers.Encoding.merge([premise], growing_offsets=False)  # a copy: `truncate` is in place
-                premise.truncate(room)
+                premise.truncate(room, direction=card.truncation_side)
         return library.post_process(premise, hypothesis, True)
 
 

@@ -101,10 +101,11 @@ class ClassReading:
         return library.encode_batch_fast([text if pair is None else (text, pair)])[0]
 
     def _read_cut(self, library: tokenizers.Tokenizer, text: str, pair: str | None, limit: int) -> tokenizers.Encoding:
+        side = self._tokenizer.card.truncation_side
         if pair is not None:
-            return cut_pairs(library, text, [pair], limit, {})[0]
+            return cut_pairs(library, text, [pair], limit, {}, side=side)[0]
         (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
-        encoding.truncate(limit - library.num_special_tokens_to_add(False))
+        encoding.truncate(limit - library.num_special_tokens_to_add(False), direction=side)
         return library.post_process(encoding, None, True)
 
     def _note_cut(self, item: int, num_tokens: int, limit: int) -> None:
