@@ -347,7 +347,7 @@ class FrontendProcess:
 
     def request_load(self, model: str) -> None:
         """Ask for a load, at most once a second for each model."""
-        self.request_load_once(model, self._supervisor.ask_load if self.remote is None else self.remote.request_load)
+        self.request_load_once(model, self._supervisor.ask_load)
 
     def request_load_once(self, model: str, ask: Callable[[str], None]) -> None:
         """Call ask with a model, unless a load of it was asked for within the last second."""

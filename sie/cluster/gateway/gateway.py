@@ -110,6 +110,8 @@ class Gateway:
             self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf
         )
         self.places.ask_load = self._ask_once
+        self.places.retry_after_s = settings.models.loading_retry_after_s
+        process.models.hosts = self.places
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
         self._leases = KeyLeases(self._connection, self.name)
@@ -184,12 +186,11 @@ class Gateway:
         else:
             pending.run.give_up(error)  # type: ignore[attr-defined]  # the other kind of this package
 
-    def request_load(self, model: str) -> None:
-        """Ask a host to load a model, unless one loads it now: of those where it has not failed the one with the most free memory."""
-        self._ask_load(model, self.places.current())
-
     def _ask_once(self, model: str, placement: Placement) -> None:
-        """Ask for a load, at most once a second for each placement."""
+        """Ask a host to load a model, unless one loads it now: of those where it has not failed the one with the most free memory.
+
+        It is asked at most once a second for each placement.
+        """
         self._process.request_load_once(f"{model} on {'/'.join(placement)}", lambda _: self._ask_load(model, placement))
 
     def _ask_load(self, model: str, placement: Placement) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import msgspec
 
@@ -40,6 +41,14 @@ _ASK_AGAIN_S = 1.0
 """Time after which a load is requested again."""
 
 
+class Hosts(Protocol):
+    """The hosts of a cluster that the running task's request may use. Other hosts may have the model in another state."""
+
+    def check_serving(self, entry: ModelEntry) -> None:
+        """Raise a SieError unless a host serves the model or restores it. Has a host load it, if one can."""
+        ...
+
+
 class ModelTable:
     """All models of the server. `entries` is replaced as a whole and keeps the order of the command line.
 
@@ -55,6 +64,8 @@ class ModelTable:
         """Called with the number of seconds for which the event loop may stall from now on."""
         self.reads_tokenizers = True
         """Whether texts are tokenised in this process; a gateway's hosts do that."""
+        self.hosts: Hosts | None = None
+        """In a gateway, what decides whether a model can be served."""
         self.default = ""
         """The setting `default_model`."""
         self.loading_retry_after_s = loading_retry_after_s
@@ -180,8 +191,12 @@ class ModelTable:
     def check_serving(self, entry: ModelEntry) -> None:
         """Raise Unavailable or ModelLoadFailed unless the model can be served or is recovering.
 
-        Requests a load if the model is not loaded. A tensor model must be loaded explicitly.
+        Requests a load if the model is not loaded. A tensor model must be loaded explicitly. A gateway raises the errors of
+        `Hosts.check_serving`.
         """
+        if self.hosts is not None:
+            self.hosts.check_serving(entry)
+            return
         if entry.workers and entry.state == "loaded":
             self.used.add(entry.card.id)
             return
