@@ -225,11 +225,15 @@ class FrontendProcess:
     @property
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
+        if self.remote is not None:
+            return self.remote.readiness()["status"] == "ready"
         return self.status.is_ready
 
     @property
     def not_ready_reason(self) -> str:
         """Why `/readyz` is not green."""
+        if self.remote is not None:
+            return self.remote.readiness()["status"]
         return "stopping" if self.is_draining else self.models.reason
 
     @property

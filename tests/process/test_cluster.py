@@ -542,12 +542,21 @@ def test_a_gateway_and_a_host_say_that_nats_does_not_answer():
             assert '"level":"warning"' in server.log_line("NATS does not answer yet")
         ready = get(servers[0].port, "/readyz")
         assert (ready.status, ready.json()) == (503, {"status": "starting", "healthy_workers": 0})
-        nats.start()
         stack.callback(nats.kill)
+        nats.start()
         for server in servers:
             server.log_line("connected to NATS")
         wait_for_hosts(servers[0], 1)
         eventually(lambda: get(servers[0].port, "/readyz").status == 200, "a gateway that knows its hosts")
+        nats.kill()
+        ready = eventually(lambda: (one := get(servers[0].port, "/readyz")).status == 503 and one, "NATS is away")
+        assert ready.json()["status"] == "disconnected"
+        assert get(servers[0].port, "/v2/health/ready").body == b'{"error":"Server not ready: disconnected"}'
+        late = encode(servers[0].port, "stub/a", ["x"], {"x-sie-timeout-ms": "300"})
+        assert (late.status, late.code(), late.headers["retry-after"]) == (503, "UPSTREAM_UNAVAILABLE", "1")
+        nats.start()
+        eventually(lambda: get(servers[0].port, "/readyz").status == 200, "NATS is back")
+        assert encode(servers[0].port, "stub/a", ["x"]).status == 200
 
 
 def test_a_gateway_without_nats_does_not_start():

@@ -274,10 +274,10 @@ class TextClient:
             if run.stored:
                 self._spawn(self._connection.forget(run.pool, run.stored))
 
-    def expire(self, now_ns: int) -> None:
-        """End the answers that are overdue."""
+    def expire(self, now_ns: int, reason: SieError | None = None) -> None:
+        """End the answers that are overdue, with the reason if it is known."""
         for run in [run for run in self._runs.values() if run.deadline_ns <= now_ns]:
-            run.fail(overdue(run))
+            run.fail(reason or overdue(run))
 
     def on_silent(self, silent: set[str]) -> None:
         """Start the answers of hosts that fell silent again elsewhere, or end them."""
