@@ -19,6 +19,7 @@ import msgspec
 from sie.catalog.profiles import entry_cards, fold_default, model_of
 from sie.frontend.inputs.profile_options import gives, is_own_entry
 from sie.frontend.inputs.tokenize import Tokenizer
+from sie.frontend.models.not_found import model_not_found
 from sie.ipc.messages import LoadProgress, ModelEntry, Models, WorkerEntry
 from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
@@ -226,8 +227,9 @@ class ModelTable:
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served. Waits while the model is loading, unloading or reloading.
 
-        Raises the errors of `check_serving`: at once for a failed load, or at the deadline for one under way. The load is
-        requested repeatedly, because a model may be loaded and unloaded again before this waiter notices.
+        Raises the errors of `check_serving`: at once for a failed load, or at the deadline for one under way; and NotFound
+        if the model is removed meanwhile. The load is requested repeatedly, because a model may be loaded and unloaded
+        again before this waiter notices.
         """
         while True:
             changed = self._changed
@@ -242,7 +244,10 @@ class ModelTable:
                     await asyncio.wait_for(changed.wait(), min(left_s, _ASK_AGAIN_S))
             else:
                 return entry
-            entry = self.entries.get(entry.card.id, entry)
+            now = self.entries.get(entry.card.id)
+            if now is None and self.hosts is None:  # a host that leaves a cluster takes no model away
+                raise model_not_found(entry.card.id, self.entries)
+            entry = now or entry
 
     def reloaded(self, entry: ModelEntry, error: Unavailable) -> ModelEntry:
         """Return a model's current entry if the request failed because of a reload. Otherwise raise the error."""

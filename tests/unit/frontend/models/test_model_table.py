@@ -11,7 +11,7 @@ import tokenizers
 from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import ModelEntry, Models, WorkerEntry
 from sie.values.card import ModelCard
-from sie.values.errors import Internal, ModelLoadFailed, SieError, Unavailable, to_wire
+from sie.values.errors import Internal, ModelLoadFailed, NotFound, SieError, Unavailable, to_wire
 from sie.values.fallbacks import Fallback
 
 FAILURE = to_wire(Internal("no such weights", extras={"error_class": "STORAGE", "attempts": 2, "permanent": False}))
@@ -332,3 +332,13 @@ def test_lost_load_request_is_sent_again(pool, monkeypatch, state):
 
     assert asyncio.run(wait()).state == "loaded"
     assert len(words) >= 2
+
+
+def test_who_waits_for_a_model_that_is_removed_is_told_so_at_once(table):
+    async def run() -> ModelEntry:
+        table.update(message(entry(state="loading"), entry("other", workers=(0,))))
+        asyncio.get_running_loop().call_soon(table.update, message(entry("other", workers=(0,))))
+        return await table.wait_serving(table.entries["m"], time.monotonic_ns() + 60_000_000_000)
+
+    with pytest.raises(NotFound, match="Model 'm' not found"):
+        asyncio.run(run())
