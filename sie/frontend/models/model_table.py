@@ -250,9 +250,12 @@ class ModelTable:
             entry = now or entry
 
     def reloaded(self, entry: ModelEntry, error: Unavailable) -> ModelEntry:
-        """Return a model's current entry if the request failed because of a reload. Otherwise raise the error."""
+        """Return a model's current entry if the server unloaded it before the request ran. Otherwise raise the error.
+
+        It may have been reloaded, or have made room for another model. What an administrator unloads is not tried again.
+        """
         now = self.find(entry.card.id)
-        if error.code != "MODEL_NOT_LOADED" or now is None or not (now.reloading or now.workers):
+        if error.code != "MODEL_NOT_LOADED" or now is None or (now.dismissed and not now.workers):
             raise error
         return now
 

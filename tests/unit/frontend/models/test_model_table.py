@@ -342,3 +342,27 @@ def test_who_waits_for_a_model_that_is_removed_is_told_so_at_once(table):
 
     with pytest.raises(NotFound, match="Model 'm' not found"):
         asyncio.run(run())
+
+
+NOT_LOADED = Unavailable("Model 'm' is not loaded", code="MODEL_NOT_LOADED")
+
+
+@pytest.mark.parametrize("state", ["available", "loading", "unloading"])
+def test_a_request_whose_model_made_room_for_another_is_tried_again(table, state):
+    table.update(message(entry(state=state)))
+    assert table.reloaded(entry(workers=(0,)), NOT_LOADED) is table.find("m")
+
+
+@pytest.mark.parametrize(
+    ("now", "error"),
+    [
+        (entry(state="available", dismissed=True), NOT_LOADED),
+        (entry("other"), NOT_LOADED),
+        (entry(workers=(0,)), Unavailable("Model 'm' is loading")),
+    ],
+    ids=["unloaded by an administrator", "removed", "another error"],
+)
+def test_a_request_whose_model_does_not_come_back_is_not_tried_again(table, now, error):
+    table.update(message(now))
+    with pytest.raises(Unavailable):
+        table.reloaded(entry(workers=(0,)), error)
