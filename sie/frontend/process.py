@@ -225,11 +225,15 @@ class FrontendProcess:
     @property
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
+        if self.remote is not None:
+            return self.remote.readiness()["status"] == "ready"
         return self.status.is_ready
 
     @property
     def not_ready_reason(self) -> str:
         """Why `/readyz` is not green."""
+        if self.remote is not None:
+            return self.remote.readiness()["status"]
         return "stopping" if self.is_draining else self.models.reason
 
     @property
@@ -347,7 +351,7 @@ class FrontendProcess:
 
     def request_load(self, model: str) -> None:
         """Ask for a load, at most once a second for each model."""
-        self.request_load_once(model, self._supervisor.ask_load if self.remote is None else self.remote.request_load)
+        self.request_load_once(model, self._supervisor.ask_load)
 
     def request_load_once(self, model: str, ask: Callable[[str], None]) -> None:
         """Call ask with a model, unless a load of it was asked for within the last second."""

@@ -160,10 +160,6 @@ class Remote(Protocol):
         """End the client's wait with an error."""
         ...
 
-    def request_load(self, model: str) -> None:
-        """Ask for a model that no host has loaded."""
-        ...
-
     def expire(self, now_ns: int) -> None:
         """End overdue requests; called on each tick of the process's clock."""
         ...

@@ -177,6 +177,23 @@ def test_a_cold_model_is_loaded_at_its_first_request(gateway: Server):
     eventually(lambda: encode(gateway.port, "stub/lazy", ["a"]).status == 200, "the model is loaded")
 
 
+def test_a_model_that_another_pool_serves_is_loaded_in_the_pool_that_a_client_wants(nats: Nats, gateway: Server):
+    lazy = ("--lazy-model", "stub/a=stub:dense=16,load_ms=300", "--lazy-model", "text=stub:generate,load_ms=300")
+    chat = {"model": "text", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    with start_host(nats.url, "--pool", "cold", *lazy):
+        eventually(lambda: get(gateway.port, "/health").json()["cluster"]["worker_count"] == 2, "the other host")
+        there = {"content-type": "application/json", "x-sie-pool": "cold"}
+        native = raw_request(
+            "/v1/encode/stub/a", b'{"items": [{"text": "x"}]}', {**there, "accept": "application/json"}
+        )
+        first = send_raw(gateway.port, native)
+        assert (first.status, first.code(), first.headers["retry-after"]) == (503, "MODEL_LOADING", "5")
+        for path, body in (("/v1/embeddings", {"model": "stub/a", "input": "x"}), ("/v1/chat/completions", chat)):
+            assert send_raw(gateway.port, raw_request(path, json.dumps(body).encode(), there)).status == 200
+        assert send_raw(gateway.port, native).status == 200
+    wait_for_hosts(gateway, 1)
+
+
 def test_the_unmodified_sdk_waits_and_encodes(gateway: Server, host: Server):
     with SIEClient(gateway.url) as mine, SIEClient(host.url) as own:
         texts = [{"text": "one"}, {"text": "two", "id": "2"}]
@@ -525,12 +542,21 @@ def test_a_gateway_and_a_host_say_that_nats_does_not_answer():
             assert '"level":"warning"' in server.log_line("NATS does not answer yet")
         ready = get(servers[0].port, "/readyz")
         assert (ready.status, ready.json()) == (503, {"status": "starting", "healthy_workers": 0})
-        nats.start()
         stack.callback(nats.kill)
+        nats.start()
         for server in servers:
             server.log_line("connected to NATS")
         wait_for_hosts(servers[0], 1)
         eventually(lambda: get(servers[0].port, "/readyz").status == 200, "a gateway that knows its hosts")
+        nats.kill()
+        ready = eventually(lambda: (one := get(servers[0].port, "/readyz")).status == 503 and one, "NATS is away")
+        assert ready.json()["status"] == "disconnected"
+        assert get(servers[0].port, "/v2/health/ready").body == b'{"error":"Server not ready: disconnected"}'
+        late = encode(servers[0].port, "stub/a", ["x"], {"x-sie-timeout-ms": "300"})
+        assert (late.status, late.code(), late.headers["retry-after"]) == (503, "UPSTREAM_UNAVAILABLE", "1")
+        nats.start()
+        eventually(lambda: get(servers[0].port, "/readyz").status == 200, "NATS is back")
+        assert encode(servers[0].port, "stub/a", ["x"]).status == 200
 
 
 def test_a_gateway_without_nats_does_not_start():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 
 from tests.process.harness import eventually, start_server
-from tests.process.wire import dense_rows, encode, get, stub_rows, total
+from tests.process.wire import dense_rows, encode, get, post_json, stub_rows, total
 
 
 def test_an_item_too_large_for_the_device_is_503_and_its_neighbours_are_answered():
@@ -91,3 +94,28 @@ def test_a_lost_device_costs_its_worker_and_an_input_that_loses_it_twice_is_refu
         assert "ended with status 75" in server.log_line("worker-0 ended")
         eventually(lambda: total(server.port, "sie_worker_restarts_total") == 2, "two restarts")
         assert np.array_equal(dense_rows(encode(server.port, "stub/a", ["x"])), stub_rows(["x"], 16))
+
+
+def test_requests_that_wait_for_their_model_are_answered_though_others_take_its_memory():
+    lazy = [
+        word for name, kind in (("x", "generate"), ("y", "generate"), ("e", "dense=16"), ("f", "dense=16"))
+        for word in ("--lazy-model", f"{name}=stub:{kind},load_ms=20,memory_mb=60")
+    ]  # fmt: skip
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    with start_server(*lazy, "--frontends", "1", "--max-model-bytes", str(130 << 20)) as server:
+        is_over = threading.Event()
+
+        def ask(model: str) -> set[int]:
+            path, body = ("/v1/chat/completions", chat) if model in "xy" else ("/v1/embeddings", {"input": "x"})
+            seen: set[int] = set()
+            while not is_over.is_set():
+                seen.add(post_json(server.port, path, {"model": model, **body}).status)
+            return seen
+
+        with ThreadPoolExecutor(8) as pool:
+            statuses = pool.map(ask, "xyefxyef")
+            try:
+                eventually(lambda: total(server.port, "sie_pressure_evictions_total") >= 12, "they take turns")
+            finally:
+                is_over.set()
+        assert list(statuses) == [{200}] * 8

@@ -65,6 +65,8 @@ _READY_S: Final = 3.0
 _CARDS_S: Final = 5.0
 _DEAF_S: Final = 2.5
 """After a reconnect hosts have this long to be heard before they count as silent."""
+_ALONE_S: Final = 1.5
+"""A gateway is ready while NATS is away for no longer than this, as for a restart: its requests wait."""
 _FIRST_FAULT: Final = 400
 _REFUSED: Final = {"kserve": "tensors", "trtis": "tensors"}
 _REFUSED_PREFIXES: Final = {
@@ -110,6 +112,8 @@ class Gateway:
             self._directory, settings.server.pool_name, self._in_flight.by_lane, self.pools.resolve, self._is_deaf
         )
         self.places.ask_load = self._ask_once
+        self.places.retry_after_s = settings.models.loading_retry_after_s
+        process.models.hosts = self.places
         parts = self._in_flight, self.places.choose, settings.limits
         self.encoder, self.scorer, self.extractor = RemoteEncoder(*parts), RemoteScorer(*parts), RemoteExtractor(*parts)
         self._leases = KeyLeases(self._connection, self.name)
@@ -118,7 +122,7 @@ class Gateway:
         self._asking: set[str] = set()
         self._joined: set[str] = set()
         self._silent: set[str] = set()
-        self._hears_from_s = time.monotonic()
+        self._hears_from_s = self._connected_s = time.monotonic()
         self._settled = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -184,12 +188,11 @@ class Gateway:
         else:
             pending.run.give_up(error)  # type: ignore[attr-defined]  # the other kind of this package
 
-    def request_load(self, model: str) -> None:
-        """Ask a host to load a model, unless one loads it now: of those where it has not failed the one with the most free memory."""
-        self._ask_load(model, self.places.current())
-
     def _ask_once(self, model: str, placement: Placement) -> None:
-        """Ask for a load, at most once a second for each placement."""
+        """Ask a host to load a model, unless one loads it now: of those where it has not failed the one with the most free memory.
+
+        It is asked at most once a second for each placement.
+        """
         self._process.request_load_once(f"{model} on {'/'.join(placement)}", lambda _: self._ask_load(model, placement))
 
     def _ask_load(self, model: str, placement: Placement) -> None:
@@ -256,7 +259,9 @@ class Gateway:
 
     def _follow(self, now_s: float) -> None:
         """Act on hosts that fell silent or came back, and on models that came or went."""
-        if not self._connection.is_connected:
+        if self._connection.is_connected:
+            self._connected_s = now_s
+        else:
             self._hears_from_s = now_s + _DEAF_S  # our own silence says nothing about hosts
         if now_s >= self._hears_from_s:
             silent = self._directory.stale(now_s)
@@ -320,9 +325,13 @@ class Gateway:
 
     def expire(self, now_ns: int) -> None:
         """End overdue requests."""
-        self._in_flight.expire(now_ns)
+        reason = None
+        if not self._connection.is_connected:
+            text = "The gateway has no connection to NATS; retry in 1 s"
+            reason = Unavailable(text, code="UPSTREAM_UNAVAILABLE", retry_after_s=1)
+        self._in_flight.expire(now_ns, reason)
         if self._texts is not None:
-            self._texts.expire(now_ns)
+            self._texts.expire(now_ns, reason)
 
     def close(self) -> None:
         """End what is left; the connection ends with the process."""
@@ -444,9 +453,15 @@ class Gateway:
         return self._directory.beating(time.monotonic())
 
     def readiness(self) -> dict[str, Any]:
-        """Return the body of `/readyz`. NATS may be away meanwhile: requests wait for it."""
-        status = "stopping" if self._process.is_draining else "ready" if self._settled.is_set() else "starting"
-        return {"status": status, "healthy_workers": len(self.hosts())}
+        """Return the body of `/readyz`. While NATS is away requests wait for it, and other gateways may reach it."""
+        return {"status": self._status(), "healthy_workers": len(self.hosts())}
+
+    def _status(self) -> str:
+        if self._process.is_draining:
+            return "stopping"
+        if not self._settled.is_set():
+            return "starting"
+        return "disconnected" if time.monotonic() - self._connected_s > _ALONE_S else "ready"
 
     def status_frame(self) -> str:
         """Return a frame of `/ws/cluster-status`. Source: SIE API reference, section 14."""

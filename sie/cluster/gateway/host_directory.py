@@ -7,7 +7,7 @@ while NATS restarts, every host is silent, and no client should hear that a mode
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -58,6 +58,10 @@ class Host:
         """Whether the host answers requests for a model or `model:profile` now."""
         beat = self.find(name)
         return beat is not None and beat.is_served
+
+    def states(self) -> list[tuple[str, ModelState, bool]]:
+        """Return each of its models with its state, and whether it is served."""
+        return [(model, beat.state, beat.is_served) for model, beat in self.beat.models.items()]
 
     def restores(self, name: str) -> bool:
         """Whether the host is loading a model again after the death of its worker."""
@@ -149,7 +153,11 @@ class Directory:
         self._seen = seen
         merged = self._merged(now_s)
         shown = [(entry.card.id, entry.state, bool(entry.workers), entry.recovering, entry.error) for entry in merged]
-        shown = (shown, sorted((name, host.cards_key) for name, host in self._hosts.items()))
+        # Who waits for a model in one placement looks again when a host there changes, whatever the others say.
+        shown = (
+            shown,
+            [(name, host.cards_key, host.lane, host.states()) for name, host in sorted(self._hosts.items())],
+        )
         if shown == self._shown:
             return None
         self._shown = shown
@@ -175,20 +183,29 @@ class Directory:
                 profiles = {**more, **known}
         return msgspec.structs.replace(entry, card=msgspec.structs.replace(entry.card, profiles=profiles))
 
-    def lanes(self, name: str, now_s: float) -> dict[Lane, list[Host]]:
-        """Return the lanes whose hosts serve a model or `model:profile`, each with those hosts. If none beats, the remembered ones."""
-        live = self.live(now_s)
-        serving = [host for host in live if host.serves(name)] or [host for host in live if host.restores(name)]
-        if not serving:
-            serving = [host for host in self.remembered() if host.serves(name)]
+    def lanes(
+        self, name: str, now_s: float, is_wanted: Callable[[Lane], bool] = lambda _: True
+    ) -> dict[Lane, list[Host]]:
+        """Return the wanted lanes whose hosts serve a model or `model:profile`, each with those hosts.
+
+        Without such hosts they are those that restore it, or else silent ones that served it.
+        """
+        found = serving([host for host in self.live(now_s) if is_wanted(host.lane)], name)
+        if not found:
+            found = [host for host in self.remembered() if is_wanted(host.lane) and host.serves(name)]
         lanes: defaultdict[Lane, list[Host]] = defaultdict(list)
-        for host in serving:
+        for host in found:
             lanes[host.lane].append(host)
         return dict(lanes)
 
     def offering(self, name: str, now_s: float) -> list[Host]:
         """Return the live hosts that could load a model or `model:profile`."""
         return [host for host in self.live(now_s) if host.find(name) is not None]
+
+
+def serving(hosts: Sequence[Host], name: str) -> list[Host]:
+    """Return the hosts that serve a model or `model:profile`, or else those that restore it."""
+    return [host for host in hosts if host.serves(name)] or [host for host in hosts if host.restores(name)]
 
 
 def _merge(found: list[tuple[ModelEntry, ModelBeat, bool]]) -> ModelEntry:

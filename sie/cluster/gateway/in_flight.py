@@ -403,10 +403,11 @@ class InFlight:
             if self._drop(item):
                 self._pump_soon(item.lane, item.work.model)
 
-    def expire(self, now_ns: int) -> None:
-        """End the requests whose deadline has passed."""
+    def expire(self, now_ns: int, reason: SieError | None = None) -> None:
+        """End the requests whose deadline has passed, with the reason if it is known."""
         for pending in [pending for pending in self._pending if pending.deadline_ns <= now_ns]:
-            self.abandon(pending, DeadlineExceeded("the request's deadline passed before its answer was there"))
+            late = DeadlineExceeded("the request's deadline passed before its answer was there")
+            self.abandon(pending, reason or late)
 
     def on_silent(self, silent: set[str]) -> None:
         """Count the losses of items whose hosts fell silent; an item that was lost with three hosts is not tried again.

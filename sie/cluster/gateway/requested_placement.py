@@ -12,15 +12,15 @@ from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 from sie.cluster.gateway.fair_queue import EVERYBODY, Caller
-from sie.cluster.gateway.host_directory import Directory, Host, choose_lane, matches
+from sie.cluster.gateway.host_directory import Directory, Host, choose_lane, matches, serving
 from sie.cluster.subjects import DEFAULT_POOL, Lane
 from sie.frontend.models.model_table import load_failure
+from sie.ipc.messages import ModelEntry
 from sie.values.errors import SieError, Unavailable
 
 _MAX_CHARS: Final = 200
 _KNOWN_S: Final = 0.05
 _PROVISIONING_S: Final = 5
-_LOADING_S: Final = 1
 
 
 class Placement(NamedTuple):
@@ -75,6 +75,8 @@ class Places:
         self._is_deaf = is_deaf
         self.ask_load: AskLoad = lambda _model, _placement: None
         """Has a host of a placement load a model that a request wants there."""
+        self.retry_after_s = 5
+        """When a client should come back for a model that is loading."""
         self._directory = directory
         self._own_pool = own_pool
         self._by_lane = by_lane
@@ -97,9 +99,13 @@ class Places:
                 raise _provisioning(placement)
             self._staffed.add(placement)
 
+    def _heard(self) -> list[Host]:
+        """Return the live hosts, or those that were heard lately while nobody can be heard: NATS may be starting again."""
+        return self._directory.remembered() if self._is_deaf() else self._directory.live(time.monotonic())
+
     def _known(self) -> list[Host]:
-        """Return the live hosts, or where none is those that were heard lately: NATS may be starting again."""
-        return self._directory.live(time.monotonic()) or self._directory.remembered()
+        """Return the live hosts, or where none is those that were heard lately."""
+        return self._heard() or self._directory.remembered()
 
     def current(self) -> Placement:
         """Return the placement of the running task's request."""
@@ -109,6 +115,14 @@ class Places:
     def own(self) -> Placement:
         """The placement of a request that names none."""
         return Placement(self._own_pool or DEFAULT_POOL, "")
+
+    def check_serving(self, entry: ModelEntry) -> None:
+        """Raise a SieError unless a host serves a model for the running task's request. Has one load it, if it can."""
+        model = entry.card.id
+        if entry.card.kind == "generator":
+            self.hosts(model)
+        elif not self._lanes_of(model, self.current()):
+            raise self._not_served(model, self.current())
 
     def choose(self, model: str) -> tuple[Lane, Placement]:
         """Return the lane for a model, and the placement that the request wants. Raises SieErrors."""
@@ -129,8 +143,7 @@ class Places:
         self._forget_old(now_s)
         found = self._lanes.get((model, placement))
         if found is None:
-            lanes = self._directory.lanes(model, now_s)
-            found = {lane: hosts for lane, hosts in lanes.items() if matches(lane, *placement)}
+            found = self._directory.lanes(model, now_s, lambda lane: matches(lane, *placement))
             if found:  # a model that is not served now may be served a moment later
                 self._lanes[model, placement] = found
         return found
@@ -143,21 +156,22 @@ class Places:
             self._known_until_s = now_s + _KNOWN_S
 
     def hosts(self, model: str) -> list[Host]:
-        """Return the live hosts that serve a model for the running task's request. Raises SieErrors.
+        """Return the live hosts that serve a model for the running task's request, or restore it. Raises SieErrors.
 
-        While nobody is heard they are those that were heard lately: NATS may be starting again, and the request waits.
+        While nobody is heard they are those that were heard lately, and the request waits.
         """
         placement = self.current()
-        known = self._directory.remembered() if self._is_deaf() else self._directory.live(time.monotonic())
-        found = [host for host in known if matches(host.lane, *placement) and host.serves(model)]
+        found = serving([host for host in self._heard() if matches(host.lane, *placement)], model)
         if not found:
             raise self._not_served(model, placement)
         return found
 
     def candidates(self, model: str, placement: Placement) -> list[Host]:
-        """Return the live hosts of a placement that could load a model."""
-        offering = self._directory.offering(model, time.monotonic())
-        return [host for host in offering if matches(host.lane, *placement)]
+        """Return the hosts of a placement that could load a model."""
+        return [host for host in self._offering(model) if matches(host.lane, *placement)]
+
+    def _offering(self, model: str) -> list[Host]:
+        return [host for host in self._heard() if host.find(model) is not None]
 
     def load_failure(self, model: str, placement: Placement) -> SieError | None:
         """Return the error for a model whose load has failed on all hosts of a placement that have it; None for any other."""
@@ -173,9 +187,9 @@ class Places:
             self.ask_load(model, placement)
             if (failure := self.load_failure(model, placement)) is not None:
                 return failure
-            text = f"Model '{model}' is loading; retry in {_LOADING_S} s"
-            return Unavailable(text, code="MODEL_LOADING", retry_after_s=_LOADING_S)
-        others = sorted({host.lane for host in self._directory.offering(model, time.monotonic())})
+            text = f"Model '{model}' is loading; retry in {self.retry_after_s} s"
+            return Unavailable(text, code="MODEL_LOADING", retry_after_s=self.retry_after_s)
+        others = sorted({host.lane for host in self._offering(model)})
         if others and any(matches(host.lane, *placement) for host in self._known()):
             bundles = sorted({lane.bundle for lane in others})
             return SieError(

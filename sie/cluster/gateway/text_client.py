@@ -79,6 +79,8 @@ class TextClient:
         self._idle_ns = int(settings.stream_idle_timeout_s * 1e9)
         self._runs: dict[str, RemoteRun] = {}
         self._own: dict[str, int] = {}
+        self._pools: set[str] = set()
+        """The pools whose hosts have been asked."""
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -104,6 +106,7 @@ class TextClient:
         )  # fmt: skip
         run = RemoteRun(self, work, deadline_ns, host)
         self._runs[work.id] = run
+        self._pools.add(run.pool)
         self._count(host.beat.host, 1)
         try:
             await self._send(run)
@@ -234,7 +237,10 @@ class TextClient:
     def on_frame(self, frame: TextFrame, subject: str) -> None:
         """Take in a frame of an answer."""
         run = self._runs.get(frame.id)
-        if run is None or not is_answer_of(subject, run.pool):
+        if run is None:
+            self._forget_late(frame, subject)
+            return
+        if not is_answer_of(subject, run.pool):
             return
         if run.held or frame.stored:
             run.held.append(frame)
@@ -242,6 +248,12 @@ class TextClient:
                 self._spawn(self._feed_held(run))
         else:
             self._feed(run, frame)
+
+    def _forget_late(self, frame: TextFrame, subject: str) -> None:
+        """Delete the content of a frame that nobody waits for: it would fill the store until its age ends it."""
+        for pool in self._pools if frame.stored else ():
+            if is_answer_of(subject, pool):
+                self._spawn(self._connection.forget(pool, frame.stored))
 
     def _feed(self, run: RemoteRun, frame: TextFrame) -> None:
         run.feed(frame, time.monotonic_ns(), self._idle_ns)
@@ -274,10 +286,10 @@ class TextClient:
             if run.stored:
                 self._spawn(self._connection.forget(run.pool, run.stored))
 
-    def expire(self, now_ns: int) -> None:
-        """End the answers that are overdue."""
+    def expire(self, now_ns: int, reason: SieError | None = None) -> None:
+        """End the answers that are overdue, with the reason if it is known."""
         for run in [run for run in self._runs.values() if run.deadline_ns <= now_ns]:
-            run.fail(overdue(run))
+            run.fail(reason or overdue(run))
 
     def on_silent(self, silent: set[str]) -> None:
         """Start the answers of hosts that fell silent again elsewhere, or end them."""

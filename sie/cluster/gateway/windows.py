@@ -59,7 +59,7 @@ class Windows:
         return known
 
     def _measure(self, lane: Lane, model: str) -> tuple[int, int]:
-        hosts = self._directory.lanes(model, self._now_s).get(lane, [])
+        hosts = self._directory.lanes(model, self._now_s, lane.__eq__).get(lane, [])
         credit = sum(max(0, host.beat.credit) for host in hosts)
         subject = work_subject(lane, model)
         own = max(1, self.own.get(subject, 0))

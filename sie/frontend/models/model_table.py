@@ -12,12 +12,14 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import msgspec
 
 from sie.catalog.profiles import entry_cards, fold_default, model_of
 from sie.frontend.inputs.profile_options import gives, is_own_entry
 from sie.frontend.inputs.tokenize import Tokenizer
+from sie.frontend.models.not_found import model_not_found
 from sie.ipc.messages import LoadProgress, ModelEntry, Models, WorkerEntry
 from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
@@ -40,6 +42,14 @@ _ASK_AGAIN_S = 1.0
 """Time after which a load is requested again."""
 
 
+class Hosts(Protocol):
+    """The hosts of a cluster that the running task's request may use. Other hosts may have the model in another state."""
+
+    def check_serving(self, entry: ModelEntry) -> None:
+        """Raise a SieError unless a host serves the model or restores it. Has a host load it, if one can."""
+        ...
+
+
 class ModelTable:
     """All models of the server. `entries` is replaced as a whole and keeps the order of the command line.
 
@@ -55,6 +65,8 @@ class ModelTable:
         """Called with the number of seconds for which the event loop may stall from now on."""
         self.reads_tokenizers = True
         """Whether texts are tokenised in this process; a gateway's hosts do that."""
+        self.hosts: Hosts | None = None
+        """In a gateway, what decides whether a model can be served."""
         self.default = ""
         """The setting `default_model`."""
         self.loading_retry_after_s = loading_retry_after_s
@@ -180,8 +192,12 @@ class ModelTable:
     def check_serving(self, entry: ModelEntry) -> None:
         """Raise Unavailable or ModelLoadFailed unless the model can be served or is recovering.
 
-        Requests a load if the model is not loaded. A tensor model must be loaded explicitly.
+        Requests a load if the model is not loaded. A tensor model must be loaded explicitly. A gateway raises the errors of
+        `Hosts.check_serving`.
         """
+        if self.hosts is not None:
+            self.hosts.check_serving(entry)
+            return
         if entry.workers and entry.state == "loaded":
             self.used.add(entry.card.id)
             return
@@ -211,8 +227,9 @@ class ModelTable:
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served. Waits while the model is loading, unloading or reloading.
 
-        Raises the errors of `check_serving`: at once for a failed load, or at the deadline for one under way. The load is
-        requested repeatedly, because a model may be loaded and unloaded again before this waiter notices.
+        Raises the errors of `check_serving`: at once for a failed load, or at the deadline for one under way; and NotFound
+        if the model is removed meanwhile. The load is requested repeatedly, because a model may be loaded and unloaded
+        again before this waiter notices.
         """
         while True:
             changed = self._changed
@@ -227,12 +244,18 @@ class ModelTable:
                     await asyncio.wait_for(changed.wait(), min(left_s, _ASK_AGAIN_S))
             else:
                 return entry
-            entry = self.entries.get(entry.card.id, entry)
+            now = self.entries.get(entry.card.id)
+            if now is None and self.hosts is None:  # a host that leaves a cluster takes no model away
+                raise model_not_found(entry.card.id, self.entries)
+            entry = now or entry
 
     def reloaded(self, entry: ModelEntry, error: Unavailable) -> ModelEntry:
-        """Return a model's current entry if the request failed because of a reload. Otherwise raise the error."""
+        """Return a model's current entry if the server unloaded it before the request ran. Otherwise raise the error.
+
+        It may have been reloaded, or have made room for another model. What an administrator unloads is not tried again.
+        """
         now = self.find(entry.card.id)
-        if error.code != "MODEL_NOT_LOADED" or now is None or not (now.reloading or now.workers):
+        if error.code != "MODEL_NOT_LOADED" or now is None or (now.dismissed and not now.workers):
             raise error
         return now
 

@@ -194,7 +194,11 @@ class TextRoutes:
             if entry.is_read:
                 generate_rule(entry.card)
             entry = await process.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-            run = await self.service.start(exchange, entry, request, echoes=echoes)
+            try:
+                run = await self.service.start(exchange, entry, request, echoes=echoes)
+            except Unavailable as error:  # it was unloaded while its prompt was made
+                entry = process.models.reloaded(entry, error)
+                continue
             if request.stream:
                 source = run if turn is None else StoredRun(run, turn)
                 return Streamed(source, make_writer(run.model, run.prompts), pool=self._pool)

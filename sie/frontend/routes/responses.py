@@ -219,19 +219,20 @@ class Responses:
     async def _gather(
         self, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | AgentRun | None = None
     ) -> list[GenerateEvent]:
-        """Return all events of a finished run. Starts a new run if the model is reloaded meanwhile."""
+        """Return all events of a finished run. Starts a new run if the model is unloaded before it has begun."""
         while True:
-            if run is None:
-                entry = await self._process.models.wait_serving(entry, deadline_ns)
-                run = await start(entry)
             try:
+                if run is None:
+                    entry = await self._process.models.wait_serving(entry, deadline_ns)
+                    run = await start(entry)
                 return await run.gather()
             except Unavailable as error:
                 if isinstance(run, AgentRun) and run.has_acted:
                     raise
                 entry = self._process.models.reloaded(entry, error)
             finally:
-                run.give_up(cancelled())
+                if run is not None:
+                    run.give_up(cancelled())
                 run = None
 
     # --- responses under way --------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from sie.config.settings import Settings
 from sie.ipc.messages import ModelEntry
 from sie.shm.pages import CounterPage
 from sie.values.card import ModelCard
-from sie.values.errors import ModelLoadFailed, Unavailable, to_wire
+from sie.values.errors import ModelLoadFailed, SieError, Unavailable, to_wire
 from sie.values.generate import GenerateRequest, GenerateRule
 from tests.unit.cluster.fakes import FakeConnection
 
@@ -75,6 +75,13 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+def ask(bench: Bench, model: str) -> None:
+    """Ask for a model as a request does that finds it in some state."""
+    entry = ModelEntry(card=ModelCard(id=model, kind="stub"), state="available")
+    with contextlib.suppress(SieError):
+        bench.gateway.places.check_serving(entry)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
     async def body() -> None:
         async with asyncio.timeout(60):
@@ -120,10 +127,10 @@ def test_an_item_stays_in_a_lane_that_serves_its_model(monkeypatch, model):
 def test_hosts_that_serve_a_model_are_not_asked_to_load_it(monkeypatch, model):
     async def test(bench: Bench) -> None:
         bench.beat(is_served=False)
-        bench.gateway.request_load(model)
+        ask(bench, model)
         await turns()
         bench.beat(is_served=True)
-        bench.gateway.request_load(model)
+        ask(bench, model)
         await turns()
         loads = [subject for subject, _ in bench.connection.published if subject.endswith(".load")]
         assert len(loads) == 1, "only while none served it"
@@ -146,7 +153,7 @@ def test_a_host_where_a_load_failed_is_asked_last_and_none_while_another_loads(m
             models = {"org/m": ModelBeat(state, is_served=False)}
             beat = Beat(VERSION, host, host, "default", profile, "any", "k", models)
             bench.gateway._directory.hear(beat, time.monotonic())
-        bench.gateway.request_load("org/m:short")
+        ask(bench, "org/m:short")
         await turns()
         loads = [subject.split(".")[4] for subject, _ in bench.connection.published if subject.endswith(".load")]
         assert loads == ([asked] if asked else [])
@@ -173,6 +180,36 @@ def test_a_model_that_is_loaded_elsewhere_is_loaded_where_a_client_wants_it(monk
         say(bench, "h2", "a100", ModelBeat("failed", is_served=False, error=to_wire(ModelLoadFailed("no memory"))))
         with pytest.raises(ModelLoadFailed, match="no memory"):
             getattr(bench.gateway.places, find)("org/m")
+
+    run(monkeypatch, test)
+
+
+@pytest.mark.parametrize("kind", ["stub", "generator"])
+def test_a_model_is_served_where_a_client_wants_it_or_is_said_to_be_loading(monkeypatch, kind):
+    async def test(bench: Bench) -> None:
+        bench.gateway.places.enter({"x-sie-machine-profile": "a100"}, EVERYBODY)
+        entry = ModelEntry(card=ModelCard(id="org/m", kind=kind), state="loaded", workers=(0,))
+        for beat, is_served in (
+            (ModelBeat("loaded", is_served=True), True),
+            (ModelBeat("available", is_served=False), False),
+            (ModelBeat("loaded", is_served=False, is_coming_back=True), True),
+        ):
+            say(bench, "h2", "a100", beat)
+            bench.gateway.places._known_until_s = 0.0
+            with contextlib.nullcontext() if is_served else pytest.raises(Unavailable, match="retry in 5 s"):
+                bench.gateway.places.check_serving(entry)
+
+    run(monkeypatch, test)
+
+
+def test_a_cold_model_is_still_loading_while_nats_is_away(monkeypatch):
+    async def test(bench: Bench) -> None:
+        bench.beat(is_served=False)
+        bench.connection.is_connected = False
+        for host in bench.gateway._directory._hosts.values():
+            host.seen_s -= STALE_S
+        with pytest.raises(Unavailable, match="is loading"):
+            bench.gateway.places.choose("org/m")
 
     run(monkeypatch, test)
 

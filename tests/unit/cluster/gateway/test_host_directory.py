@@ -108,6 +108,24 @@ def test_work_waits_for_a_model_that_is_coming_back_on_the_only_host():
     assert states(directory, 0.5) == {"m": ("loaded", False, True)}
 
 
+def test_work_waits_for_a_model_that_is_coming_back_in_one_pool_while_another_pool_serves_it():
+    directory = Directory()
+    hear(
+        directory, beat("h1", {"m": SERVED}, pool="q"),
+        beat("h2", {"m": ModelBeat("loaded", is_served=False, is_coming_back=True)}),
+    )  # fmt: skip
+    assert list(directory.lanes("m", 0.5, lambda lane: lane.pool == "p")) == [Lane("p", "l4", "b")]
+
+
+def test_a_change_on_one_host_is_told_to_who_waits_there_whatever_others_say():
+    directory = Directory()
+    hear(directory, beat("h1", {"m": SERVED}), beat("h2", {"m": ModelBeat("loading", is_served=False)}, pool="q"))
+    assert directory.models(0.5) is not None
+    assert directory.models(0.5) is None
+    hear(directory, beat("h2", {"m": SERVED}, pool="q"))
+    assert directory.models(0.5) is not None
+
+
 def test_a_profile_that_not_all_hosts_have_is_known_and_its_requests_go_to_those():
     now_s = time.monotonic()
     for first, second in (("a100", "l4"), ("l4", "a100")):

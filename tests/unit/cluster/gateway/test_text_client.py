@@ -413,6 +413,22 @@ def test_frames_by_reference_keep_their_place_and_leave_the_store():
     run(test)
 
 
+def test_a_large_frame_of_an_answer_that_has_ended_leaves_the_store():
+    async def test(bench: Bench) -> None:
+        answer = await bench.start()
+        answer.give_up(ClientGone("the client left"))
+        frame = TextFrame(VERSION, bench.sent()[-1][1].id, 1, stored="large")
+        bench.connection.objects["large"] = b"content"
+        bench.client.on_frame(frame, answer_subject("gw", "other", "text"))
+        await turns()
+        assert bench.connection.objects, "a host of another pool has no say"
+        bench.client.on_frame(frame, ANSWER)
+        await turns()
+        assert not bench.connection.objects
+
+    run(test)
+
+
 def test_a_frame_that_is_not_in_the_store_is_a_lost_part_of_the_answer():
     async def test(bench: Bench) -> None:
         answer = await bench.start()

@@ -11,7 +11,7 @@ import tokenizers
 from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import ModelEntry, Models, WorkerEntry
 from sie.values.card import ModelCard
-from sie.values.errors import Internal, ModelLoadFailed, SieError, Unavailable, to_wire
+from sie.values.errors import Internal, ModelLoadFailed, NotFound, SieError, Unavailable, to_wire
 from sie.values.fallbacks import Fallback
 
 FAILURE = to_wire(Internal("no such weights", extras={"error_class": "STORAGE", "attempts": 2, "permanent": False}))
@@ -332,3 +332,37 @@ def test_lost_load_request_is_sent_again(pool, monkeypatch, state):
 
     assert asyncio.run(wait()).state == "loaded"
     assert len(words) >= 2
+
+
+def test_who_waits_for_a_model_that_is_removed_is_told_so_at_once(table):
+    async def run() -> ModelEntry:
+        table.update(message(entry(state="loading"), entry("other", workers=(0,))))
+        asyncio.get_running_loop().call_soon(table.update, message(entry("other", workers=(0,))))
+        return await table.wait_serving(table.entries["m"], time.monotonic_ns() + 60_000_000_000)
+
+    with pytest.raises(NotFound, match="Model 'm' not found"):
+        asyncio.run(run())
+
+
+NOT_LOADED = Unavailable("Model 'm' is not loaded", code="MODEL_NOT_LOADED")
+
+
+@pytest.mark.parametrize("state", ["available", "loading", "unloading"])
+def test_a_request_whose_model_made_room_for_another_is_tried_again(table, state):
+    table.update(message(entry(state=state)))
+    assert table.reloaded(entry(workers=(0,)), NOT_LOADED) is table.find("m")
+
+
+@pytest.mark.parametrize(
+    ("now", "error"),
+    [
+        (entry(state="available", dismissed=True), NOT_LOADED),
+        (entry("other"), NOT_LOADED),
+        (entry(workers=(0,)), Unavailable("Model 'm' is loading")),
+    ],
+    ids=["unloaded by an administrator", "removed", "another error"],
+)
+def test_a_request_whose_model_does_not_come_back_is_not_tried_again(table, now, error):
+    table.update(message(now))
+    with pytest.raises(Unavailable):
+        table.reloaded(entry(workers=(0,)), error)
