@@ -18,7 +18,7 @@ from sie.agents import tools
 from sie.agents.fetch.http import Client, Fetched, FetchError
 from sie.agents.fetch.page_text import pack
 from sie.agents.fetch.search import SearchEngine
-from sie.agents.messages import RunTool, ToolResult
+from sie.agents.messages import RunTool, ToolResult, failed
 from sie.config.agent_settings import Agents
 from sie.runtime.helper import Helper, HelperFailed
 from sie.values.errors import Forbidden
@@ -69,8 +69,7 @@ class OutsideTools:
                 return await self._read_page(call)
             return await self._on_thread(self._dispatch if is_dispatched else self._search, call)
         except (FetchError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            told = _to_json({"status": "error", "exception": str(error)}).decode()
-            return ToolResult(content=told, record=told, data={"content": told})
+            return failed(str(error))
 
     async def _on_thread(self, work: Callable[[RunTool], _T], call: RunTool) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, call)
