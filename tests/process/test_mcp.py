@@ -230,7 +230,7 @@ def test_a_server_that_dies_floods_or_hangs_is_cut_and_comes_back(name: str, wor
     async def work(servers: McpServers) -> None:
         await connected(servers)
         result = await servers.run(tool(name))
-        assert result.is_error
+        assert result.problem
         assert words in result.content, result.content
         await connected(servers, state=False)
         while "[... 100000 characters in all]" not in (await servers.run(tool("large"))).content:
@@ -255,7 +255,7 @@ def test_a_server_over_http_that_was_restarted_is_found_again() -> None:
     async def work(servers: McpServers) -> None:
         with double("http", port):
             await connected(servers)
-            assert not (await servers.run(tool("large"))).is_error
+            assert not (await servers.run(tool("large"))).problem
             failed = await servers.run(tool("fail"))
             assert "Error executing tool fail" in failed.content
             assert servers.list_tools().servers[0].is_connected, "an error of a tool is not one of its server"
@@ -263,9 +263,23 @@ def test_a_server_over_http_that_was_restarted_is_found_again() -> None:
         await connected(servers, state=False)
         with double("http", port):
             await connected(servers)
-            assert not (await servers.run(tool("large"))).is_error
+            assert not (await servers.run(tool("large"))).problem
 
     with_servers(work, {"name": "d", "source": {"type": "Http", "url": f"http://127.0.0.1:{port}/mcp"}})
+
+
+def test_an_answer_that_cannot_be_read_costs_its_call_and_not_the_connection() -> None:
+    """Every other user's call broke, and the program lost its state."""
+
+    async def work(servers: McpServers) -> None:
+        await connected(servers)
+        (program,) = programs("d")
+        result = await servers.run(tool("odd"))
+        assert "answered with an error" in result.problem
+        assert (await servers.run(tool("plain"))).content == "{}"
+        assert programs("d") == [program], "the program was ended"
+
+    with_servers(work, stdio("d", args=(DOUBLE, "careless")))
 
 
 def test_a_call_that_is_given_up_leaves_the_connection() -> None:
