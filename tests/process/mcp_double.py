@@ -95,7 +95,12 @@ async def serve_websocket(port: int) -> None:
 
 def answer_carelessly() -> None:
     """Serve a tool whose schema few can read, and whose result is not one of MCP's."""
-    odd = {"type": "object", "properties": {"a": {"type": "string"}, "b": {}}, "if": {"required": ["a"]}, "then": {"required": ["b"]}}
+    odd = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {}},
+        "if": {"required": ["a"]},
+        "then": {"required": ["b"]},
+    }
     listed = [{"name": "odd", "inputSchema": odd}, {"name": "plain", "inputSchema": {"type": "object"}}]
     results: dict[str, Any] = {"tools/list": {"tools": listed}, "ping": {}}
     for line in sys.stdin:

@@ -64,6 +64,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
                 "bearer_token": "secret",
                 "source": {"type": "WebSocket", "url": f"ws://127.0.0.1:{websocket}/"},
             },
+            stdio("odd", args=(DOUBLE, "careless")),
             {"name": "off", "enabled": False, "source": {"type": "Http", "url": "http://127.0.0.1:1/"}},
         ]
         path.write_text(json.dumps({"servers": servers, "tool_timeout_secs": 20}))
@@ -73,7 +74,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
             made = Client(server, "unused")
 
             def connected() -> bool:
-                return made.openai.models.retrieve("s").model_extra["mcp_servers_connected"] == 3  # type: ignore[index]
+                return made.openai.models.retrieve("s").model_extra["mcp_servers_connected"] == 4  # type: ignore[index]
 
             eventually(connected, "all MCP servers")
             yield made
@@ -85,8 +86,8 @@ def mcp(label: str, **fields: Any) -> dict[str, Any]:
 
 def test_models_say_what_is_connected(client: Client) -> None:
     extra: Any = client.openai.models.retrieve("s").model_extra
-    assert (extra["mcp_servers_connected"], extra["mcp_tools_count"]) == (3, 21)
-    assert [one.model_extra["mcp_tools_count"] for one in client.openai.models.list()] == [21, 21]  # type: ignore[index]
+    assert (extra["mcp_servers_connected"], extra["mcp_tools_count"]) == (4, 23)
+    assert [one.model_extra["mcp_tools_count"] for one in client.openai.models.list()] == [23, 23]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("label", "name"), [("local", "l_add"), ("web", "web_add"), ("socket", "socket_add")])
@@ -102,6 +103,16 @@ def test_every_transport_runs_a_call(client: Client, label: str, name: str) -> N
         data["choices"][0]["delta"].get("content", "") for event, data in events if not event and data != "[DONE]"
     )
     assert said == "It is 42"
+
+
+def test_a_tool_whose_schema_no_grammar_can_express_is_called(client: Client) -> None:
+    """One such tool had every request that picked its server refused, and its client could mend nothing."""
+    made = client.chat(call("odd_plain", x=1), "{result}", tools=[mcp("odd")])
+    assert made["choices"][0]["message"]["content"] == '{"x": 1}'
+    assert (
+        "answered with an error"
+        in client.chat(call("odd_odd"), "{result}", tools=[mcp("odd")])["choices"][0]["message"]["content"]
+    )
 
 
 def test_messages_name_a_server_in_a_toolset(client: Client) -> None:
