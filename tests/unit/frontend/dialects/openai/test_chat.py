@@ -158,7 +158,7 @@ def test_options_of_a_search_bound_it() -> None:
         web_search_options={"filters": filters, "search_context_size": "low", "user_location": {"type": "approximate"}}
     )
     assert asked.agent is not None
-    assert asked.agent.search == SearchRule(allowed=("a.example",), blocked=("b.a.example",))
+    assert asked.agent.search == SearchRule(allowed=("A.example",), blocked=("b.a.example",))
     assert read(web_search_options={"external_web_access": False}).agent is None
 
 
