@@ -94,14 +94,17 @@ async def serve_websocket(port: int) -> None:
 
 
 def answer_carelessly() -> None:
-    """Serve a tool whose schema few can read, and whose result is not one of MCP's."""
+    """Serve a tool whose schema few can read, and whose result is not one of MCP's; and one that learns others."""
     odd = {
         "type": "object",
         "properties": {"a": {"type": "string"}, "b": {}},
         "if": {"required": ["a"]},
         "then": {"required": ["b"]},
     }
-    listed = [{"name": "odd", "inputSchema": odd}, {"name": "plain", "inputSchema": {"type": "object"}}]
+    listed: list[dict[str, Any]] = [
+        {"name": "odd", "inputSchema": odd},
+        {"name": "plain", "inputSchema": {"type": "object"}},
+    ]
     results: dict[str, Any] = {"tools/list": {"tools": listed}, "ping": {}}
     for line in sys.stdin:
         asked = json.loads(line)
@@ -109,10 +112,13 @@ def answer_carelessly() -> None:
             continue
         result = results.get(asked["method"])
         if asked["method"] == "initialize":
-            result = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}},
+            result = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {"listChanged": True}},
                       "serverInfo": {"name": "careless", "version": "1"}}  # fmt: skip
         elif asked["method"] == "tools/call":
             text = {"content": [{"type": "text", "text": json.dumps(asked["params"]["arguments"])}]}
+            if asked["params"]["arguments"].get("learns"):
+                listed.append({"name": asked["params"]["arguments"]["learns"], "inputSchema": {"type": "object"}})
+                print(json.dumps({"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}), flush=True)
             result = text if asked["params"]["name"] == "plain" else {"content": "not a list"}
         ended = {"result": result} if result is not None else {"error": {"code": -32601, "message": "no such method"}}
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **ended}), flush=True)

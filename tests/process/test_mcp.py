@@ -293,6 +293,18 @@ def test_an_answer_that_cannot_be_read_costs_its_call_and_not_the_connection() -
     with_servers(work, stdio("d", args=(DOUBLE, "careless")))
 
 
+def test_tools_are_listed_anew_when_a_server_says_that_they_have_changed() -> None:
+    async def work(servers: McpServers) -> None:
+        await connected(servers)
+        for name in ("first", "second"):
+            learns = msgspec.structs.replace(tool("plain"), arguments=json.dumps({"learns": name}))
+            assert not (await servers.run(learns)).problem
+            while f"d_{name}" not in {one.name for one in servers.list_tools().servers[0].tools}:  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.01)
+
+    with_servers(work, stdio("d", args=(DOUBLE, "careless")))
+
+
 def test_a_call_that_is_given_up_leaves_the_connection() -> None:
     async def work(servers: McpServers) -> None:
         await connected(servers)

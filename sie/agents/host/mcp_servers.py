@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _FIRST_AGAIN_S: Final = 0.2
 _LAST_AGAIN_S: Final = 30.0
+_LISTING_PAUSE_S: Final = 0.5
 _MAX_TOOLS: Final = 256
 _MAX_PAGES: Final = 32
 _MAX_DESCRIPTION_CHARS: Final = 4096
@@ -159,28 +160,50 @@ class _Connection:
     async def _serve(self) -> str:
         """Connect and stay connected; return why the connection ended."""
         from mcp import Client
+        from mcp_types import ToolListChangedNotification
 
         from sie.agents.host.mcp_transports import open_transport
 
         lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        changed = asyncio.Event()
 
         def lose(reason: str) -> None:
             if not lost.done():
                 lost.set_result(reason)
+
+        async def hear(message: Any) -> None:
+            if isinstance(message, ToolListChangedNotification):
+                changed.set()
 
         self._lose = lose
         transport = open_transport(self._server, self._max_bytes, lose)
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    client = await stack.enter_async_context(Client(transport, read_timeout_seconds=self._timeout_s))
+                    made = Client(transport, read_timeout_seconds=self._timeout_s, message_handler=hear)
+                    client = await stack.enter_async_context(made)
                     client.session.validate_tool_result = _take_any  # a pattern of the server's could hold this loop
                     self._tools = await self._list(client)
                 self._client = client
                 _log.info("MCP server %s is connected, with %d tools", self._server.name, len(self._tools))
-                return await lost
+                return await self._follow(client, lost, changed)
             finally:
                 self._client, self._tools = None, ()
+
+    async def _follow(self, client: Client, lost: asyncio.Future[str], changed: asyncio.Event) -> str:
+        """Return why the connection ended. Until then, list the tools anew when the server says that they have changed."""
+        while True:
+            news = asyncio.ensure_future(changed.wait())
+            try:
+                await asyncio.wait((lost, news), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
+            await asyncio.wait((lost,), timeout=_LISTING_PAUSE_S)  # changes come in groups
+            if lost.done():
+                return lost.result()
+            changed.clear()
+            async with asyncio.timeout(self._timeout_s):
+                self._tools = await self._list(client)
 
     async def _list(self, client: Client) -> tuple[McpTool, ...]:
         found: list[McpTool] = []
