@@ -32,6 +32,7 @@ _MAX_SCRIPT_BYTES: Final = 100_000
 """A shell takes its script as one argument, which the kernel limits."""
 _MAX_READ_CHARS: Final = 65_536
 _SHELL_CHARS: Final = 4096
+_LOST: Final = "An earlier call was ended in its middle, so this is a new Python session, without the variables of earlier calls"
 _MAX_PICTURE_CHARS: Final = 48 << 20
 """The pictures of one call, in base64. The interpreter keeps to less, but its code may answer in its place."""
 _to_json: Final = msgspec.json.Encoder().encode
@@ -141,6 +142,7 @@ class Tools:
         self._check_sandbox()
         async with self._running:
             began_s = time.monotonic()
+            has_lost = session.python is not None and not session.python.is_running
             ran = await self._python_of(session)
             python = session.python
             if python is not None and not ran.was_ended:
@@ -162,7 +164,8 @@ class Tools:
         pictures = {"images_base64": ran.images, "video_frames_base64": ran.frames}
         pictures, _, num_left_out = bound_pictures(pictures, _MAX_PICTURE_CHARS)
         num_left_out += ran.num_left_out
-        note = note_left_out(num_left_out, "one call") if num_left_out else None
+        notes = [_LOST] * has_lost + [note_left_out(num_left_out, "one call")] * bool(num_left_out)
+        note = "\n".join(notes) or None
         data = {**shown, **pictures, "note": note}
         data |= {"video_frame_count": ran.num_frames} if ran.frames else {}
         told = {
