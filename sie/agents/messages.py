@@ -5,12 +5,14 @@ A frontend asks; the agent process answers each question once, in any order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from sie.values.agent import AgentFile, McpServerTools, MountedFile, MountedSkill, SearchRule
 from sie.values.errors import WireError
+
+_to_json: Final = msgspec.json.Encoder().encode
 
 
 class RunTool(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -35,13 +37,23 @@ class RunTool(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ToolResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The result of a call. content is for the model, record for a client; data is the progress event's, without its type."""
+    """The result of a call. content is for the model, record for a client; data is the progress event's, without its type.
+
+    problem: why the call did nothing, or empty. Such a call has no data: the event has the fields that its kind of tool has then.
+    """
 
     content: str
     record: str
     data: dict[str, Any] = {}
     files: tuple[AgentFile, ...] = ()
-    is_error: bool = False
+    problem: str = ""
+    is_denied: bool = False
+
+
+def failed(problem: str, *, is_denied: bool = False) -> ToolResult:
+    """Return the result of a call that did nothing."""
+    told = _to_json({"status": "denied" if is_denied else "error", "exception": problem}).decode()
+    return ToolResult(content=told, record=told, problem=problem, is_denied=is_denied)
 
 
 class FindFiles(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -72,7 +84,7 @@ class McpTools(msgspec.Struct, tag=True, frozen=True):
 
 
 class OpenApproval(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Make an approval for a call of this kind of tool. Answered by `Approval`."""
+    """Make an approval for a call of a tool. kind: what it may be remembered for. Answered by `Approval`."""
 
     owner: str
     session: str

@@ -133,5 +133,8 @@ def mcp_tools(choice: McpChoice, server: McpServerTools) -> list[ServerTool]:
 
 
 def as_function(tool: ServerTool) -> Tool:
-    """Return a tool as the model is told of it. Its arguments always follow its schema."""
-    return Tool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=True)
+    """Return a tool as the model is told of it. Its arguments always follow its schema, as far as that can be compiled."""
+    return Tool(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=True,
+        is_lenient=tool.source == "mcp",
+    )  # fmt: skip

@@ -61,7 +61,7 @@ class McpServerTools(msgspec.Struct, frozen=True, kw_only=True):
 class SearchRule(msgspec.Struct, frozen=True, kw_only=True):
     """The web search that a request allows: only the allowed sites (empty: all), without the blocked ones, max_uses calls.
 
-    A site is a domain in lower case, and has its subdomains.
+    A site is a domain, in any case and in any letters, and has its subdomains.
     """
 
     allowed: tuple[str, ...] = ()
@@ -74,8 +74,17 @@ class SearchRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _is_in(host: str, domains: Iterable[str]) -> bool:
-    dotted = f".{host.lower().rstrip('.')}"
-    return any(dotted.endswith(f".{domain}") for domain in domains)
+    dotted = f".{_domain(host)}"
+    return any(dotted.endswith(f".{_domain(domain)}") for domain in domains)
+
+
+def _domain(name: str) -> str:
+    """Return a name as hosts are looked up, or as it is if it can be none."""
+    plain = name.lower().rstrip(".")
+    try:
+        return plain if plain.isascii() else plain.encode("idna").decode()
+    except UnicodeError:
+        return plain
 
 
 class MountedFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -223,12 +223,16 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call; parameters is a JSON schema. strict: its arguments must follow it."""
+    """A function that the model may call; parameters is a JSON schema. strict: its arguments must follow it.
+
+    is_lenient: what of a strict schema cannot be compiled is left out, because the client that asks did not write it.
+    """
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    is_lenient: bool = False
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
+from typing import Any
 
 import anyio
 from mcp.server import MCPServer
@@ -91,12 +93,45 @@ async def serve_websocket(port: int) -> None:
         await asyncio.get_running_loop().create_future()
 
 
+def answer_carelessly() -> None:
+    """Serve a tool whose schema few can read, and whose result is not one of MCP's; and one that learns others."""
+    odd = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {}},
+        "if": {"required": ["a"]},
+        "then": {"required": ["b"]},
+    }
+    listed: list[dict[str, Any]] = [
+        {"name": "odd", "inputSchema": odd},
+        {"name": "plain", "inputSchema": {"type": "object"}},
+    ]
+    results: dict[str, Any] = {"tools/list": {"tools": listed}, "ping": {}}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "id" not in asked:
+            continue
+        result = results.get(asked["method"])
+        if asked["method"] == "initialize":
+            result = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {"listChanged": True}},
+                      "serverInfo": {"name": "careless", "version": "1"}}  # fmt: skip
+        elif asked["method"] == "tools/call":
+            text = {"content": [{"type": "text", "text": json.dumps(asked["params"]["arguments"])}]}
+            if asked["params"]["arguments"].get("learns"):
+                listed.append({"name": asked["params"]["arguments"]["learns"], "inputSchema": {"type": "object"}})
+                print(json.dumps({"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}), flush=True)
+            result = text if asked["params"]["name"] == "plain" else {"content": "not a list"}
+        ended = {"result": result} if result is not None else {"error": {"code": -32601, "message": "no such method"}}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **ended}), flush=True)
+
+
 def main() -> None:
     way = sys.argv[1]
     if way == "websocket":
         asyncio.run(serve_websocket(int(sys.argv[2])))
     elif way == "http":
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
+    elif way == "careless":
+        answer_carelessly()
     else:
         print("hello from stderr", file=sys.stderr, flush=True)
         server.run("stdio")

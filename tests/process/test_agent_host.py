@@ -163,6 +163,23 @@ def test_a_caller_that_gives_up_ends_what_runs(host: Host) -> None:
     eventually(lambda: not sleeps(), "its end")
 
 
+def test_after_a_call_that_was_given_up_a_model_hears_that_its_variables_are_lost(host: Host) -> None:
+    """It read a NameError about a variable that it had set."""
+    session = "given up in Python"
+    assert "note" not in host.python("x = 1", session)
+    python = host.wait(host.process._sessions.find("", session)).python
+    code = msgspec.json.encode({"code": "open('begun', 'w')\nimport time; time.sleep(600)"}).decode()
+    question = RunTool(owner="", session=session, run_id="r", round=0, turn=0, name=tools.PYTHON, arguments=code)
+    running = asyncio.run_coroutine_threadsafe(host.process.answer(question), host._loop)
+    eventually((host.home(session) / "work" / "begun").exists, "the code")
+    running.cancel()
+    eventually(lambda: not python.is_running, "its end")
+    ran = host.python("x", session)
+    assert "NameError" in ran["exception"]
+    assert "without the variables of earlier calls" in ran["note"]
+    assert "note" not in host.python("1", session)
+
+
 def running_in(directory: Path) -> list[psutil.Process]:
     """Return the bubblewraps over the homes in a directory."""
     found = psutil.process_iter(["cmdline"])

@@ -254,6 +254,14 @@ def test_a_session_keeps_what_the_tools_gave(client: Client, stream: bool) -> No
     assert again["messages"][:4] == kept["messages"]
 
 
+def test_a_session_shows_the_files_that_its_tools_made(client: Client) -> None:
+    """A session that was stored elsewhere came without them."""
+    first, second = (call(PYTHON, code=f"open('a.txt', 'w').write('{text}')") for text in ("one", "three"))
+    made = client.chat(first, second, "ok", enable_code_execution=True, session_id="shows")["files"]
+    shown = httpx.get(f"{client.server.url}/v1/sessions/shows", headers=client.headers, timeout=WAIT_S).json()
+    assert [(file["id"], file["text"]) for file in shown["files"]] == [(made[1]["id"], "three")]
+
+
 def test_a_session_keeps_variables_and_files_for_its_key_alone(clients: tuple[Client, Client]) -> None:
     mine, other = clients
     session = {"session_id": "kept"}

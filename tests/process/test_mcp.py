@@ -64,6 +64,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
                 "bearer_token": "secret",
                 "source": {"type": "WebSocket", "url": f"ws://127.0.0.1:{websocket}/"},
             },
+            stdio("odd", args=(DOUBLE, "careless")),
             {"name": "off", "enabled": False, "source": {"type": "Http", "url": "http://127.0.0.1:1/"}},
         ]
         path.write_text(json.dumps({"servers": servers, "tool_timeout_secs": 20}))
@@ -73,7 +74,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
             made = Client(server, "unused")
 
             def connected() -> bool:
-                return made.openai.models.retrieve("s").model_extra["mcp_servers_connected"] == 3  # type: ignore[index]
+                return made.openai.models.retrieve("s").model_extra["mcp_servers_connected"] == 4  # type: ignore[index]
 
             eventually(connected, "all MCP servers")
             yield made
@@ -85,8 +86,8 @@ def mcp(label: str, **fields: Any) -> dict[str, Any]:
 
 def test_models_say_what_is_connected(client: Client) -> None:
     extra: Any = client.openai.models.retrieve("s").model_extra
-    assert (extra["mcp_servers_connected"], extra["mcp_tools_count"]) == (3, 21)
-    assert [one.model_extra["mcp_tools_count"] for one in client.openai.models.list()] == [21, 21]  # type: ignore[index]
+    assert (extra["mcp_servers_connected"], extra["mcp_tools_count"]) == (4, 23)
+    assert [one.model_extra["mcp_tools_count"] for one in client.openai.models.list()] == [23, 23]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("label", "name"), [("local", "l_add"), ("web", "web_add"), ("socket", "socket_add")])
@@ -102,6 +103,16 @@ def test_every_transport_runs_a_call(client: Client, label: str, name: str) -> N
         data["choices"][0]["delta"].get("content", "") for event, data in events if not event and data != "[DONE]"
     )
     assert said == "It is 42"
+
+
+def test_a_tool_whose_schema_no_grammar_can_express_is_called(client: Client) -> None:
+    """One such tool had every request that picked its server refused, and its client could mend nothing."""
+    made = client.chat(call("odd_plain", x=1), "{result}", tools=[mcp("odd")])
+    assert made["choices"][0]["message"]["content"] == '{"x": 1}'
+    assert (
+        "answered with an error"
+        in client.chat(call("odd_odd"), "{result}", tools=[mcp("odd")])["choices"][0]["message"]["content"]
+    )
 
 
 def test_messages_name_a_server_in_a_toolset(client: Client) -> None:
@@ -230,7 +241,7 @@ def test_a_server_that_dies_floods_or_hangs_is_cut_and_comes_back(name: str, wor
     async def work(servers: McpServers) -> None:
         await connected(servers)
         result = await servers.run(tool(name))
-        assert result.is_error
+        assert result.problem
         assert words in result.content, result.content
         await connected(servers, state=False)
         while "[... 100000 characters in all]" not in (await servers.run(tool("large"))).content:
@@ -255,7 +266,7 @@ def test_a_server_over_http_that_was_restarted_is_found_again() -> None:
     async def work(servers: McpServers) -> None:
         with double("http", port):
             await connected(servers)
-            assert not (await servers.run(tool("large"))).is_error
+            assert not (await servers.run(tool("large"))).problem
             failed = await servers.run(tool("fail"))
             assert "Error executing tool fail" in failed.content
             assert servers.list_tools().servers[0].is_connected, "an error of a tool is not one of its server"
@@ -263,9 +274,35 @@ def test_a_server_over_http_that_was_restarted_is_found_again() -> None:
         await connected(servers, state=False)
         with double("http", port):
             await connected(servers)
-            assert not (await servers.run(tool("large"))).is_error
+            assert not (await servers.run(tool("large"))).problem
 
     with_servers(work, {"name": "d", "source": {"type": "Http", "url": f"http://127.0.0.1:{port}/mcp"}})
+
+
+def test_an_answer_that_cannot_be_read_costs_its_call_and_not_the_connection() -> None:
+    """Every other user's call broke, and the program lost its state."""
+
+    async def work(servers: McpServers) -> None:
+        await connected(servers)
+        (program,) = programs("d")
+        result = await servers.run(tool("odd"))
+        assert "answered with an error" in result.problem
+        assert (await servers.run(tool("plain"))).content == "{}"
+        assert programs("d") == [program], "the program was ended"
+
+    with_servers(work, stdio("d", args=(DOUBLE, "careless")))
+
+
+def test_tools_are_listed_anew_when_a_server_says_that_they_have_changed() -> None:
+    async def work(servers: McpServers) -> None:
+        await connected(servers)
+        for name in ("first", "second"):
+            learns = msgspec.structs.replace(tool("plain"), arguments=json.dumps({"learns": name}))
+            assert not (await servers.run(learns)).problem
+            while f"d_{name}" not in {one.name for one in servers.list_tools().servers[0].tools}:  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.01)
+
+    with_servers(work, stdio("d", args=(DOUBLE, "careless")))
 
 
 def test_a_call_that_is_given_up_leaves_the_connection() -> None:

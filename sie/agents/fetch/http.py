@@ -14,9 +14,10 @@ import socket
 import ssl
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
 
 from sie.agents.fetch.addresses import is_public
 
@@ -25,6 +26,11 @@ _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _CONNECT_TIMEOUT_S: Final = 5.0
 _MAX_URL_CHARS: Final = 4096
 _CHUNK: Final = 1 << 16
+_MARKS: Final = "!#$%&'()*+,/:;=?@[]~"
+"""Marks that mean something in a URL, or are escaped already. Source: RFC 3986, section 2."""
+_PACKED: Final = frozenset({"gzip", "x-gzip", "deflate"})
+_ANY_ZLIB_HEAD: Final = 32 + zlib.MAX_WBITS
+"""The header of gzip or of zlib. Source: zlib's manual, inflateInit2."""
 _AGENT: Final = "sie-agent/1"
 
 
@@ -75,7 +81,7 @@ class Client:
             found, place = self._ask("GET", url, None, headers or {}, deadline_s)
             if found.status not in _REDIRECTS or not place:
                 return found
-            url = urljoin(url, place)
+            url = urljoin(found.url, place)
         raise FetchError(f"more than {self._max_redirects} redirects")
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Fetched:
@@ -87,6 +93,7 @@ class Client:
     ) -> tuple[Fetched, str]:
         """Return the answer, and the place of a redirect."""
         parts = _split(url)
+        url = urlunsplit(parts)
         path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         try:
             with self._connected(parts, deadline_s) as connection:
@@ -95,10 +102,12 @@ class Client:
                     read = self._read(response)
                 if time.monotonic() >= deadline_s:
                     raise TimeoutError("its answer took too long")
-                kind, is_cut = response.getheader("content-type") or "", len(read) > self._max_bytes
-                found = Fetched(response.status, kind, read[: self._max_bytes], url, is_cut)
-                return found, response.getheader("location") or ""
-        except (OSError, http.client.HTTPException, ValueError) as error:
+                plain = _unpacked(read, response.getheader("content-encoding") or "identity", self._max_bytes + 1)
+                kind, is_cut = response.getheader("content-type") or "", len(plain) > self._max_bytes
+                found = Fetched(response.status, kind, plain[: self._max_bytes], url, is_cut)
+                # `http.client` reads each byte of a header as a letter.
+                return found, quote(response.getheader("location") or "", _MARKS, encoding="latin-1")
+        except (OSError, http.client.HTTPException, ValueError, zlib.error) as error:
             late = "its answer took too long" if time.monotonic() >= deadline_s else ""
             raise FetchError(f"{parts.hostname} cannot be read: {late or error or type(error).__name__}") from error
 
@@ -159,22 +168,42 @@ class Client:
         return bytes(body)
 
 
+def _unpacked(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Return the first bytes of a body as they were before its Content-Encoding. Some hosts pack whatever was asked for.
+
+    Raises OSError for an encoding that is not known, zlib.error for broken bytes.
+    """
+    name = encoding.strip().lower()
+    if name == "identity" or not body:
+        return body
+    if name not in _PACKED:
+        raise OSError(f"its content-encoding {name[:40]!r} was not asked for")
+    is_bare = name == "deflate" and body[0] & 0xF != zlib.DEFLATED  # without the header that RFC 9110 asks for
+    return zlib.decompressobj(-zlib.MAX_WBITS if is_bare else _ANY_ZLIB_HEAD).decompress(body, max_bytes)
+
+
 def _cut(opened: socket.socket) -> None:
     with contextlib.suppress(OSError):
         opened.shutdown(socket.SHUT_RDWR)
 
 
 def _split(url: str) -> SplitResult:
-    """Return the parts of a URL. Raises FetchError for one that is not HTTP's."""
+    """Return the parts of a URL, with blanks and letters escaped as browsers do it. Raises FetchError for one that is not HTTP's."""
     try:
         if len(url) > _MAX_URL_CHARS:
             raise FetchError(f"that is not a URL: it has more than {_MAX_URL_CHARS} characters")
-        parts = urlsplit(url)
+        parts = _escaped(urlsplit(url))
         is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
     except ValueError:
         raise FetchError("that is not a URL") from None
     if not is_usable or parts.username is not None:
         raise FetchError("only http:// and https:// URLs without a user can be read")
-    if any(ord(character) <= 32 or ord(character) > 126 for character in url):
-        raise FetchError("that is not a URL: it has blanks or letters that must be escaped")
+    if any(ord(character) < 32 or ord(character) == 127 for character in url) or " " in parts.netloc:
+        raise FetchError("that is not a URL: it has control characters, or a blank in the name of its host")
     return parts
+
+
+def _escaped(parts: SplitResult) -> SplitResult:
+    """Return the same URL in ASCII. Raises ValueError for a host that has no such name."""
+    host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
+    return parts._replace(netloc=host, path=quote(parts.path, _MARKS), query=quote(parts.query, _MARKS))

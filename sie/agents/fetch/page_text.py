@@ -59,6 +59,12 @@ _CODECS: Final = frozenset(
     | {f"cp{number}" for number in range(1250, 1259)}
 )  # fmt: skip
 """The encodings of the web (WHATWG Encoding, section 4.2), by Python's names. Some others, as punycode, are not linear."""
+_BYTE_ORDER_MARKS: Final = (
+    (codecs.BOM_UTF8, "utf_8"),
+    (codecs.BOM_UTF16_LE, "utf_16_le"),
+    (codecs.BOM_UTF16_BE, "utf_16_be"),
+)
+"""The first bytes of a page that count more than what it says of itself. Source: WHATWG Encoding, section 6.1."""
 for _name in _CODECS:
     codecs.lookup(_name)  # ORDER: before the process is confined, because this imports a module
 
@@ -168,6 +174,9 @@ def page_text(body: bytes, kind: str) -> str:
 
 
 def _decode(body: bytes, kind: str) -> str:
+    for mark, encoding in _BYTE_ORDER_MARKS:
+        if body.startswith(mark):
+            return body[len(mark) :].decode(encoding, errors="replace")
     found = _CHARSET.search(kind) or _CHARSET.search(body[:2048].decode("ascii", errors="replace"))
     name = normalize_encoding(found[1]).lower() if found else "utf_8"
     name = aliases.get(name, name)

@@ -12,6 +12,8 @@ from sie.agents.messages import Approval, AwaitApproval, Decide, Decided, Decisi
 _TIMED_OUT: Final = "Nobody approved this call in time, so it was denied"
 _DENIED: Final = "The user denied this call"
 _MAX_OPEN: Final = 10_000
+_MAX_KINDS: Final = 1024
+"""Most kinds of one session that are remembered; clients of `tool_dispatch_url` name functions as they like."""
 _MAX_REMEMBERED: Final = 10_000
 """Most sessions whose approvals are remembered. A session without a working directory is never removed, so it is forgotten here."""
 
@@ -79,6 +81,6 @@ class Approvals:
     def _remember(self, asked: OpenApproval) -> None:
         """Remember an approved kind of action for its session. Over the limit, forget the session used longest ago."""
         kinds = self._remembered.pop((asked.owner, asked.session), set())
-        self._remembered[asked.owner, asked.session] = kinds | {asked.kind}
+        self._remembered[asked.owner, asked.session] = kinds | {asked.kind} if len(kinds) < _MAX_KINDS else kinds
         if len(self._remembered) > _MAX_REMEMBERED:
             del self._remembered[next(iter(self._remembered))]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from sie.agents.messages import McpTools, RunTool, ToolResult
+from sie.agents.messages import McpTools, RunTool, ToolResult, failed
 from sie.config.mcp_config import McpConfig, McpServer
 from sie.runtime.logs import get_logger
 from sie.values.agent import McpServerTools, McpTool
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _FIRST_AGAIN_S: Final = 0.2
 _LAST_AGAIN_S: Final = 30.0
+_LISTING_PAUSE_S: Final = 0.5
 _MAX_TOOLS: Final = 256
 _MAX_PAGES: Final = 32
 _MAX_DESCRIPTION_CHARS: Final = 4096
@@ -59,7 +60,7 @@ class McpServers:
         """Run one call."""
         server = self._servers.get(call.server)
         if server is None:
-            return _failed(f"There is no MCP server {call.server!r}")
+            return failed(f"There is no MCP server {call.server!r}")
         async with self._running:
             return await server.run(call)
 
@@ -96,27 +97,28 @@ class _Connection:
         client, lose = self._client, self._lose
         tool = next((one for one in self._tools if one.name == call.name), None)
         if client is None or tool is None:
-            return _failed(f"The MCP server {self._server.name!r} is not connected now")
+            return failed(f"The MCP server {self._server.name!r} is not connected now")
         try:
             arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
             async with asyncio.timeout(self._timeout_s):
                 return self._read(await client.call_tool(tool.own_name, arguments))
-        except MCPError as error:
-            if not await self._is_alive(client):
-                lose(str(error))
-                return _failed(f"The connection to the MCP server broke: {error}")
-            return _failed(f"The MCP server answered with an error: {str(error)[: self._max_chars]}")
         except TimeoutError:
             lose("a call took too long")
-            return _failed(f"The MCP server did not answer within tool_timeout_secs ({self._timeout_s:g} s)")
+            return failed(f"The MCP server did not answer within tool_timeout_secs ({self._timeout_s:g} s)")
         except msgspec.MsgspecError as error:
-            return _failed(f"The arguments are wrong: {error}")
+            return failed(f"The arguments are wrong: {error}")
         except Exception as error:  # libraries below raise groups, validation errors, and their own
-            lose(f"{type(error).__name__}: {error}")
-            return _failed(f"The connection to the MCP server broke: {type(error).__name__}")
+            reason = str(error) if isinstance(error, MCPError) else type(error).__name__
+            if not await self._is_alive(client):
+                lose(f"{type(error).__name__}: {error}")
+                return failed(f"The connection to the MCP server broke: {reason}")
+            return failed(f"The MCP server answered with an error: {reason[: self._max_chars]}")
 
     async def _is_alive(self, client: Client) -> bool:
-        """Return whether a server that answered with an error still serves: one that was restarted forgot its sessions."""
+        """Return whether a server whose answer was an error, or no answer at all, still serves.
+
+        One that was restarted forgot its sessions.
+        """
         if client is not self._client:
             return False
         try:
@@ -133,7 +135,7 @@ class _Connection:
         if len(text) > self._max_chars:
             text = f"{text[: self._max_chars]}\n[... {len(text)} characters in all]"
         if result.is_error:
-            return _failed(text)
+            return failed(text or "The tool failed, and gave no reason")
         return ToolResult(content=text, record=text, data={"content": text})
 
     # --- connecting -------------------------------------------------------------------------------------------------
@@ -158,28 +160,50 @@ class _Connection:
     async def _serve(self) -> str:
         """Connect and stay connected; return why the connection ended."""
         from mcp import Client
+        from mcp_types import ToolListChangedNotification
 
         from sie.agents.host.mcp_transports import open_transport
 
         lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        changed = asyncio.Event()
 
         def lose(reason: str) -> None:
             if not lost.done():
                 lost.set_result(reason)
+
+        async def hear(message: Any) -> None:
+            if isinstance(message, ToolListChangedNotification):
+                changed.set()
 
         self._lose = lose
         transport = open_transport(self._server, self._max_bytes, lose)
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    client = await stack.enter_async_context(Client(transport, read_timeout_seconds=self._timeout_s))
+                    made = Client(transport, read_timeout_seconds=self._timeout_s, message_handler=hear)
+                    client = await stack.enter_async_context(made)
                     client.session.validate_tool_result = _take_any  # a pattern of the server's could hold this loop
                     self._tools = await self._list(client)
                 self._client = client
                 _log.info("MCP server %s is connected, with %d tools", self._server.name, len(self._tools))
-                return await lost
+                return await self._follow(client, lost, changed)
             finally:
                 self._client, self._tools = None, ()
+
+    async def _follow(self, client: Client, lost: asyncio.Future[str], changed: asyncio.Event) -> str:
+        """Return why the connection ended. Until then, list the tools anew when the server says that they have changed."""
+        while True:
+            news = asyncio.ensure_future(changed.wait())
+            try:
+                await asyncio.wait((lost, news), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
+            await asyncio.wait((lost,), timeout=_LISTING_PAUSE_S)  # changes come in groups
+            if lost.done():
+                return lost.result()
+            changed.clear()
+            async with asyncio.timeout(self._timeout_s):
+                self._tools = await self._list(client)
 
     async def _list(self, client: Client) -> tuple[McpTool, ...]:
         found: list[McpTool] = []
@@ -221,11 +245,6 @@ def _text_of(content: Any) -> str:
     if content.type == "resource" and hasattr(content.resource, "text"):
         return content.resource.text
     return f"[{content.type}: {getattr(content, 'mime_type', None) or getattr(content, 'uri', '')}]"
-
-
-def _failed(text: str) -> ToolResult:
-    told = _to_json({"status": "error", "exception": text}).decode()
-    return ToolResult(content=told, record=told, data={"content": told}, is_error=True)
 
 
 def _reason_of(error: BaseException) -> str:

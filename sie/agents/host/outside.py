@@ -7,6 +7,7 @@ found by a confined process.
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,8 @@ from sie.agents import tools
 from sie.agents.fetch.http import Client, Fetched, FetchError
 from sie.agents.fetch.page_text import pack
 from sie.agents.fetch.search import SearchEngine
-from sie.agents.messages import RunTool, ToolResult
+from sie.agents.messages import RunTool, ToolResult, failed
+from sie.agents.store.names import is_textual
 from sie.config.agent_settings import Agents
 from sie.runtime.helper import Helper, HelperFailed
 from sie.values.errors import Forbidden
@@ -27,6 +29,7 @@ _MAX_PAGE_BYTES: Final = 4 << 20
 _THREADS: Final = 8
 _READER: Final = "sie.agents.fetch.page_text"
 _MAX_CHARACTER_BYTES: Final = 4
+_JUDGED_BYTES: Final = 4096
 _T = TypeVar("_T")
 _to_json: Final = msgspec.json.Encoder().encode
 
@@ -69,8 +72,7 @@ class OutsideTools:
                 return await self._read_page(call)
             return await self._on_thread(self._dispatch if is_dispatched else self._search, call)
         except (FetchError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            told = _to_json({"status": "error", "exception": str(error)}).decode()
-            return ToolResult(content=told, record=told, data={"content": told})
+            return failed(str(error))
 
     async def _on_thread(self, work: Callable[[RunTool], _T], call: RunTool) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, call)
@@ -90,6 +92,8 @@ class OutsideTools:
         found = self._pages.get(msgspec.json.decode(call.arguments, type=_Page).url, may_read=call.search.allows)
         if found.status != 200:
             raise FetchError(f"the page answered with status {found.status}")
+        if not _is_text(found.body, found.kind):
+            raise FetchError(f"the page is not text: its type is {found.kind[:100] or 'not said'}")
         return found
 
     async def _read_page(self, call: RunTool) -> ToolResult:
@@ -123,6 +127,18 @@ class OutsideTools:
             raise FetchError(f"the tool answered with status {found.status}")
         content = _content_of(found.body)
         return ToolResult(content=content, record=content, data={"content": content})
+
+
+def _is_text(body: bytes, kind: str) -> bool:
+    """Return whether a page may be read as text. A type that says nothing of that is judged by the first bytes."""
+    media = kind.partition(";")[0].strip().lower()
+    if is_textual(media):
+        return True
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(body[:_JUDGED_BYTES])
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in body[:_JUDGED_BYTES]
 
 
 def _content_of(body: bytes) -> str:

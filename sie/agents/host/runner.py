@@ -20,7 +20,7 @@ from sie.agents.host.sandboxed import Bounds, Sandboxed
 from sie.agents.host.sessions import Session, Sessions
 from sie.agents.host.shown_files import FileReader, ShownFile, for_model
 from sie.agents.host.workdir import read_text
-from sie.agents.messages import FindFiles, FoundFiles, RunTool, ToolResult
+from sie.agents.messages import FindFiles, FoundFiles, RunTool, ToolResult, failed
 from sie.agents.pictures import bound_pictures, note_left_out
 from sie.agents.store.store import Store
 from sie.config.agent_settings import Agents
@@ -32,6 +32,7 @@ _MAX_SCRIPT_BYTES: Final = 100_000
 """A shell takes its script as one argument, which the kernel limits."""
 _MAX_READ_CHARS: Final = 65_536
 _SHELL_CHARS: Final = 4096
+_LOST: Final = "An earlier call was ended in its middle, so this is a new Python session, without the variables of earlier calls"
 _MAX_PICTURE_CHARS: Final = 48 << 20
 """The pictures of one call, in base64. The interpreter keeps to less, but its code may answer in its place."""
 _to_json: Final = msgspec.json.Encoder().encode
@@ -115,14 +116,14 @@ class Tools:
         try:
             arguments = msgspec.json.decode(call.arguments or "{}", type=kind)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            return _plain(f"The arguments are wrong: {error}", is_error=True)
+            return failed(f"The arguments are wrong: {error}")
         async with self._sessions.use(call.owner, call.session) as session:
             try:
                 await asyncio.to_thread(self._mounts.prepare, session, call.inputs, call.skills)
                 await self._keeper.renew(session)
                 return await work(session, call, arguments)
             except MountError as error:
-                return _plain(str(error), is_error=True)
+                return failed(str(error))
 
     async def find_files(self, question: FindFiles) -> FoundFiles:
         """Return the files that a request asked for by name."""
@@ -141,6 +142,7 @@ class Tools:
         self._check_sandbox()
         async with self._running:
             began_s = time.monotonic()
+            has_lost = session.python is not None and not session.python.is_running
             ran = await self._python_of(session)
             python = session.python
             if python is not None and not ran.was_ended:
@@ -162,7 +164,8 @@ class Tools:
         pictures = {"images_base64": ran.images, "video_frames_base64": ran.frames}
         pictures, _, num_left_out = bound_pictures(pictures, _MAX_PICTURE_CHARS)
         num_left_out += ran.num_left_out
-        note = note_left_out(num_left_out, "one call") if num_left_out else None
+        notes = [_LOST] * has_lost + [note_left_out(num_left_out, "one call")] * bool(num_left_out)
+        note = "\n".join(notes) or None
         data = {**shown, **pictures, "note": note}
         data |= {"video_frame_count": ran.num_frames} if ran.frames else {}
         told = {
@@ -197,7 +200,7 @@ class Tools:
         commands = [arguments.commands] if isinstance(arguments.commands, str) else arguments.commands
         script = "\n".join(commands)
         if len(script.encode()) > _MAX_SCRIPT_BYTES or "\0" in script:
-            return _plain(f"The commands are longer than {_MAX_SCRIPT_BYTES} bytes, or hold a null byte", is_error=True)
+            return failed(f"The commands are longer than {_MAX_SCRIPT_BYTES} bytes, or hold a null byte")
         most_s = self._settings.shell_timeout_s
         timeout_s = min(most_s, arguments.timeout_ms / 1e3) if arguments.timeout_ms else most_s
         async with self._running:
@@ -232,7 +235,7 @@ class Tools:
             place = name.removeprefix(f"{WORK}/")
             text, passed, about = await asyncio.to_thread(read_text, session.work, place, start, end)
         except (OSError, ValueError):
-            return _plain(f"There is no file {arguments.file_id!r}", is_error=True)
+            return failed(f"There is no file {arguments.file_id!r}")
         told = {
             "name": name,
             "start": start,
@@ -277,9 +280,8 @@ def _place(call: RunTool) -> tuple[str, int, int]:
     return call.run_id, call.round, call.turn
 
 
-def _plain(text: str, *, is_error: bool = False, files: tuple[AgentFile, ...] = ()) -> ToolResult:
-    content = _dump({"status": "error", "exception": text}) if is_error else text
-    return ToolResult(content=content, record=content, data={"content": content}, files=files)
+def _plain(text: str, *, files: tuple[AgentFile, ...] = ()) -> ToolResult:
+    return ToolResult(content=text, record=text, data={"content": text}, files=files)
 
 
 def _given(data: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Rounds count from 0. The text of every round is passed on; the end of a round only if it is the last. A round whose calls
 are all the server's has a next round. If it also called functions of the client, those calls go to the client and the
-run ends. The cap of rounds, a call that nobody here runs and an answer cut by `max_tokens` end it, too.
+run ends. The cap of rounds, a call that nobody here runs and an answer cut by `max_tokens` end it, too, and so do results
+that leave no room in the model's context.
 
     start(request) -> Generating      one round on the engine; a dead worker's round begins again if nothing was sent
     AgentLink                         the agent process, which runs the calls
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -20,10 +22,11 @@ import msgspec
 from sie.agents.loop.calls import AgentLink, CallRunner
 from sie.agents.loop.plan import AgentPlan
 from sie.agents.messages import FindFiles, FoundFiles
+from sie.agents.tools import SURFACE
 from sie.runtime.event_queue import EventQueue
 from sie.runtime.logs import get_logger
 from sie.values.agent import AgentFile, AgentOutcome, FileProduced
-from sie.values.errors import DeadlineExceeded, Internal, SieError, Unavailable
+from sie.values.errors import BadRequest, DeadlineExceeded, Internal, Overloaded, SieError, Unavailable
 from sie.values.generate import (
     ChatMessage,
     ChoiceReply,
@@ -175,9 +178,8 @@ class AgentRun:
             self._queue.end(error)
 
     async def _run_rounds(self) -> None:
-        request, number = self._request, 0
+        said, number = await self._generate(self._request, 0), 0
         while True:
-            said = await self._generate(request, number)
             own = [call for call in said.choice.calls if self._plan.runs(call.name)]
             is_last = not own or number >= self._plan.max_rounds or said.choice.reason == "length"
             if is_last:
@@ -193,11 +195,32 @@ class AgentRun:
                 await self._finish(said, others, number)
                 return
             number += 1
-            request = self._next_request()
-            if request.max_tokens == 0:
-                self.said.append(ChoiceReply().to_message())
+            following = await self._follow(number)
+            if following is None:
                 await self._finish(said.cut(), [], number)
                 return
+            said = following
+
+    async def _follow(self, number: int) -> _Said | None:
+        """Run a later round. Return None if the budget of tokens or the model's context has no room for its answer."""
+        request = self._next_request()
+        if request.max_tokens == 0:
+            self.said.append(ChoiceReply().to_message())
+            return None
+        try:
+            return await self._generate(request, number)
+        except BadRequest as error:
+            if error.code != "CONTEXT_LENGTH_EXCEEDED":
+                raise
+            _log.info("a run of tools ends, because their results do not fit: %s", error)
+            self._forget_results()
+            return None
+
+    def _forget_results(self) -> None:
+        """Leave the calls of the latest round out of the conversation, which could not be continued with their results."""
+        while (last := self.said.pop()).role == "tool":
+            pass
+        self.said.append(msgspec.structs.replace(last, content=last.content or "", tool_calls=()))
 
     def _next_request(self) -> GenerateRequest:
         """Return the request of the next round. The model may choose its calls, and has the rest of the token budget."""
@@ -283,8 +306,20 @@ class AgentRun:
             question = FindFiles(
                 owner=self._owner, session=self.session, run_id=self._run_id, round=number, turn=0, names=names
             )
-            for file in (await self._link.ask(question, FoundFiles)).files:
+            for file in await self._find_files(question):
                 self._emit(FileProduced(file))
+
+    async def _find_files(self, question: FindFiles) -> Sequence[AgentFile]:
+        """Return files with these names. A run whose answer is there does not fail because nobody can look for them."""
+        try:
+            return (await self._link.ask(question, FoundFiles)).files
+        except (Unavailable, Overloaded) as error:
+            source = {"tool": SURFACE, "round": question.round, "turn": question.turn}
+            return [
+                AgentFile(id=f"file_{question.run_id}_r{question.round}_x{place}", name=name, created_at=int(time.time()),
+                          source=source, code="not_produced", message=error.message)
+                for place, name in enumerate(question.names)
+            ]  # fmt: skip
 
     def _emit(self, event: GenerateEvent) -> None:
         if isinstance(event, FileProduced):

@@ -17,18 +17,18 @@ from sie.agents.messages import (
     Question,
     RunTool,
     ToolResult,
+    failed,
 )
 from sie.agents.pictures import bound_pictures, note_left_out
 from sie.agents.tools import ServerTool
 from sie.values.agent import ApprovalRequired, FileProduced, ToolProgress, ToolRecord
-from sie.values.errors import Unavailable
+from sie.values.errors import Overloaded, Unavailable
 from sie.values.generate import GenerateEvent, ToolCall
 
 _DENIED: Final = "The permission of this request denies every call of a tool"
 _MAX_PICTURE_CHARS: Final = 64 << 20
 """The pictures of one run, in base64. Its records hold them until it ends."""
 _AnswerT = TypeVar("_AnswerT", bound=Answer)
-_to_json: Final = msgspec.json.Encoder().encode
 
 
 class AgentLink(Protocol):
@@ -65,14 +65,11 @@ class CallRunner:
         tool = self._plan.find_tool(call.name)
         arguments = _arguments(call.arguments)
         self._progress(tool, call, number, "calling", _calling(tool, arguments))
-        decision = await self._decide(tool, arguments, number)
-        result = (
-            await self._execute(tool, call, number, turn) if decision.is_approved else _denied(tool, decision.message)
-        )
-        result = self._bound(result)
+        result = self._bound(await self._result_of(tool, call, arguments, number, turn))
         for file in result.files:
             self._emit(FileProduced(file))
-        self._progress(tool, call, number, "complete", result.data, is_error=result.is_error)
+        data = _failed(tool, result) if result.problem else result.data
+        self._progress(tool, call, number, "complete", data, is_error=bool(result.problem))
         self.records.append(
             ToolRecord(
                 round=number, name=call.name, arguments=call.arguments, result=result.record,
@@ -80,6 +77,18 @@ class CallRunner:
             )
         )  # fmt: skip
         return result.content
+
+    async def _result_of(
+        self, tool: ServerTool, call: ToolCall, arguments: dict[str, Any], number: int, turn: int
+    ) -> ToolResult:
+        """Return what a call gave, or why it gave nothing. Raises SieError if the run must end."""
+        try:
+            decision = await self._decide(tool, arguments, number)
+            if not decision.is_approved:
+                return failed(decision.message, is_denied=True)
+            return await self._execute(tool, call, number, turn)
+        except Unavailable as error:  # the agent process died meanwhile: the model is told, and the run goes on
+            return failed(error.message)
 
     def _bound(self, result: ToolResult) -> ToolResult:
         """Return a result with the pictures for which this run has room, and a note about others."""
@@ -100,7 +109,7 @@ class CallRunner:
                 return Decision(False, f"This request allows at most {most} calls of web search (max_uses)")
         if self._task.permission != "ask":
             return Decision(self._task.permission == "auto", _DENIED)
-        question = OpenApproval(owner=self._owner, session=self._session, kind=tool.kind)
+        question = OpenApproval(owner=self._owner, session=self._session, kind=_approved_kind(tool))
         approval = await self._link.ask(question, Approval)
         if not approval.id:
             return Decision(True)
@@ -117,12 +126,12 @@ class CallRunner:
             owner=self._owner, session=self._session, run_id=self._run_id, round=number, turn=turn, name=call.name,
             arguments=call.arguments, server=tool.server, search=self._task.search, inputs=self._task.inputs, skills=self._task.mounted,
         )  # fmt: skip
-        self.has_begun = True
+        had_begun, self.has_begun = self.has_begun, True
         try:
             return await self._link.ask(question, ToolResult)
-        except Unavailable as error:  # the agent process died with the call: the model is told, and the run goes on
-            told = _to_json({"status": "error", "exception": error.message}).decode()
-            return ToolResult(content=told, record=told, data=_failed(tool, error.message), is_error=True)
+        except Overloaded:  # the host had no room to begin the call
+            self.has_begun = had_begun
+            raise
 
     def _progress(
         self, tool: ServerTool, call: ToolCall, number: int, phase: Any, data: dict[str, Any], *, is_error: bool = False
@@ -133,6 +142,11 @@ class CallRunner:
                 arguments=call.arguments, server=tool.server, is_error=is_error,
             )
         )  # fmt: skip
+
+
+def _approved_kind(tool: ServerTool) -> str:
+    """Return what the approval of a call may be remembered for: tools that others made have nothing in common."""
+    return tool.kind if tool.source == "built_in" else f"{tool.kind} {tool.server} {tool.name}"
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -154,16 +168,10 @@ def _calling(tool: ServerTool, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"arguments": arguments}
 
 
-def _denied(tool: ServerTool, message: str) -> ToolResult:
-    told = _to_json({"status": "denied", "exception": message}).decode()
-    data = {**_failed(tool, message), **({"status": "denied"} if tool.type == "shell" else {})}
-    return ToolResult(content=told, record=told, data=data, is_error=True)
-
-
-def _failed(tool: ServerTool, message: str) -> dict[str, Any]:
-    """Return the fields of a call that did not run."""
-    if tool.type == "code_execution":
-        return {"exception": message}
+def _failed(tool: ServerTool, result: ToolResult) -> dict[str, Any]:
+    """Return the fields of a call that did nothing."""
     if tool.type == "shell":
-        return {"stderr": message, "status": "error"}
-    return {"results_count": 0, "sources": []} if tool.type == "web_search" else {"content": message}
+        return {"stderr": result.problem, "status": "denied" if result.is_denied else "error"}
+    if tool.type == "web_search":
+        return {"results_count": 0, "sources": [], "exception": result.problem}
+    return {"exception" if tool.type == "code_execution" else "content": result.problem}

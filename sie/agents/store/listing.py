@@ -1,4 +1,4 @@
-"""Writes the text by which a model learns of the files of a conversation. Pure.
+"""Writes the text by which a model learns of the files of a conversation, and finds the files that its tools made. Pure.
 
 Source: generation API reference, section 7.4.
 """
@@ -13,12 +13,26 @@ import msgspec
 
 from sie.agents.store.files import KeptFile
 from sie.agents.store.skill_folders import FOLDER
+from sie.agents.tools import PYTHON, SHELL, SURFACE
 from sie.values.agent import MountedFile
 from sie.values.generate import ChatMessage
 
 _INSTRUCTIONS: Final = frozenset({"system", "developer"})
+_MAKERS: Final = frozenset({PYTHON, SHELL, SURFACE})
+"""The tools whose results name files."""
 _HEAD: Final = "The user attached these files:"
 _MAX_STEM_BYTES: Final = 180
+
+
+class _Made(msgspec.Struct):
+    name: str
+    id: str = ""
+
+
+class _Result(msgspec.Struct):
+    """The part of a result that names the files of its call; placeholders have no id."""
+
+    files: list[_Made] = []
 
 
 class ListedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +62,24 @@ def list_files(files: Sequence[ListedFile], max_chars: int, max_all_chars: int) 
         left -= len(shown)
         parts.append(_entry(head, listed.file.name, shown, is_cut=len(shown) < len(listed.text)))
     return "\n\n".join(parts)
+
+
+def made_files(messages: Sequence[ChatMessage]) -> list[str]:
+    """Return the ids of the files that tools made in a conversation, oldest first: of those with one name the latest."""
+    latest: dict[str, str] = {}
+    for message in messages:
+        if message.role == "tool" and message.name in _MAKERS:
+            for file in _files_of(message.content or ""):
+                latest.pop(file.name, None)
+                latest[file.name] = file.id
+    return [file_id for file_id in latest.values() if file_id]
+
+
+def _files_of(result: str) -> Sequence[_Made]:
+    try:
+        return msgspec.json.decode(result.partition("\n")[0], type=_Result).files  # a note may follow
+    except (msgspec.MsgspecError, RecursionError):
+        return ()
 
 
 def with_list(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:

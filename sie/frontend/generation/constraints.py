@@ -120,11 +120,12 @@ class _Calls:
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """Return the schema of one tool's call.
 
-        Without strict, keywords that do not compile are left out; if the rest does not compile either, any object is allowed.
+        Unless it is strict and the client's, keywords that do not compile are left out; if the rest does not compile either,
+        any object is allowed.
         """
         parameters: dict[str, Any] = msgspec.json.decode(with_known_keywords(_to_json(_as_object(tool))))
         problem, setting = _problem_of_schema(parameters), {}
-        if problem and tool.strict:
+        if problem and tool.strict and not tool.is_lenient:
             raise _wrong_parameters(tool, problem)
         if problem:
             setting = _LENIENT

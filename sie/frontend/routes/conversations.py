@@ -18,7 +18,7 @@ from sie.agents.fetch.http import Client, FetchError
 from sie.agents.loop.agent_run import AgentRun
 from sie.agents.store.files import OF_REQUEST, KeptFile
 from sie.agents.store.keeping import USER_DATA, content_id, keep_upload
-from sie.agents.store.listing import ListedFile, list_files, mount_files, with_list
+from sie.agents.store.listing import ListedFile, list_files, made_files, mount_files, with_list
 from sie.agents.store.sessions import Session
 from sie.agents.store.splicing import splice
 from sie.agents.store.store import StoreFile
@@ -153,6 +153,8 @@ class Conversations:
             before = await offload(
                 self._process.decode_pool, len(stored.messages), sessions.read_session, stored.messages
             )
+            if made := made_files(before):
+                await self._renew(owner, made)
             messages = splice(before, messages)
         request.messages = messages = name_results(messages, "messages")
         encoded = await offload(self._process.decode_pool, _size(messages), sessions.encode_messages, messages)

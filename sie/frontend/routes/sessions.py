@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from sie.agents.store.files import KeptFile
 from sie.agents.store.keeping import keep_file
+from sie.agents.store.listing import made_files
 from sie.agents.store.names import clean_name, format_of, is_textual, media_type
 from sie.agents.store.sessions import Session
 from sie.agents.store.store import file_limit
@@ -39,13 +40,15 @@ class Sessions:
 
     async def show(self, exchange: Exchange) -> Shown:
         """Answer `GET /v1/sessions/{session_id}`. The session and its files live on as if they were just used."""
-        session_id, owner, store = exchange.model, exchange.owner, self._process.store
+        session_id, owner, process, store = exchange.model, exchange.owner, self._process, self._process.store
         session = await store.change(lambda opened: opened.sessions.use(owner, session_id, opened.now_s()))
         if session is None:
             raise not_found("Session", session_id, "SESSION_NOT_FOUND")
-        found = await self._find_files(owner, session.files)
+        messages = await offload(process.decode_pool, len(session.messages), sessions.read_session, session.messages)
+        ids = list(dict.fromkeys([*session.files, *made_files(messages)]))
+        found = await self._find_files(owner, ids[max(0, len(ids) - store.settings.max_request_files) :])
         shown = await store.run(self._show_files, found)
-        return await offload(self._process.decode_pool, len(session.messages) + len(shown), sessions.encode_session,
+        return await offload(process.decode_pool, len(session.messages) + len(shown), sessions.encode_session,
                              session.messages, shown)  # fmt: skip
 
     async def replace(self, exchange: Exchange) -> Shown:

@@ -10,8 +10,8 @@ from msgspec import Meta
 from sie.frontend.generation.sampling_fields import wrong
 from sie.values.agent import SearchRule
 
-Domains = Annotated[list[Annotated[str, Meta(pattern=r"^[^\s/:@]{1,253}\Z")]], Meta(max_length=100)]
-"""Names of sites, without `https://` and paths."""
+Domains = Annotated[list[Annotated[str, Meta(pattern=r"^[^\s/:@*.][^\s/:@*]{0,252}\Z")]], Meta(max_length=100)]
+"""Names of sites, without `https://`, paths and `*`: a site has its subdomains."""
 
 
 class SearchFilters(msgspec.Struct, omit_defaults=True):
@@ -43,8 +43,5 @@ def read_search(options: WebSearchField, path: str) -> SearchRule | None:
 
 
 def search_rule(allowed: list[str] | None, blocked: list[str] | None, max_uses: int | None = None) -> SearchRule:
-    """Return the search of these domains, in any case."""
-    return SearchRule(
-        allowed=tuple(domain.lower() for domain in allowed or ()),
-        blocked=tuple(domain.lower() for domain in blocked or ()), max_uses=max_uses,
-    )  # fmt: skip
+    """Return the search of these domains."""
+    return SearchRule(allowed=tuple(allowed or ()), blocked=tuple(blocked or ()), max_uses=max_uses)

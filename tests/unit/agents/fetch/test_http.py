@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.server
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +31,15 @@ class _Pages(http.server.BaseHTTPRequestHandler):
             "/short": (200, {"content-length": "9", "connection": "close"}, b"short"),
             "/file": (302, {"location": "file:///etc/passwd"}, b""),
             "/inside": (302, {"location": "http://inside.example/"}, b""),
+            "/to-f": (302, {"location": "/f\u00fcchse"}, b""),
+            "/f%FCchse": (200, {}, b"foxes"),
+            "/f%C3%BCchse%20im%20bau?q=%C3%A4%20b&c=%20": (200, {}, b"a den"),
+            "/gzip": (200, {"content-encoding": "gzip"}, gzip.compress(b"<p>packed</p>")),
+            "/deflate": (200, {"content-encoding": "deflate"}, zlib.compress(b"<p>packed</p>")),
+            "/bare": (200, {"content-encoding": "Deflate"}, zlib.compress(b"<p>packed</p>", wbits=-15)),
+            "/bomb": (200, {"content-encoding": "gzip"}, gzip.compress(bytes(1 << 20))[:1000]),
+            "/brotli": (200, {"content-encoding": "br"}, b"\x0b\x02\x80hello\x03"),
+            "/broken": (200, {"content-encoding": "gzip"}, b"<p>not packed</p>"),
         }
         status, headers, body = pages[self.path]
         self.send_response(status)
@@ -80,6 +91,40 @@ def test_a_redirect_to_a_site_that_is_not_wanted_is_not_followed(port: int) -> N
 def test_an_answer_that_breaks_off_is_not_a_whole_one(port: int) -> None:
     with pytest.raises(FetchError, match="IncompleteRead"):
         client().get(f"http://127.0.0.1:{port}/short")
+
+
+@pytest.mark.parametrize("path", ["gzip", "deflate", "bare"])
+def test_a_page_that_its_host_packs_unasked_is_unpacked(port: int, path: str) -> None:
+    """The model read the packed bytes."""
+    found = client().get(f"http://127.0.0.1:{port}/{path}")
+    assert (found.body, found.is_cut) == (b"<p>packed</p>", False)
+
+
+def test_a_packed_page_is_unpacked_up_to_the_limit(port: int) -> None:
+    found = client().get(f"http://127.0.0.1:{port}/bomb")
+    assert (found.body, found.is_cut) == (bytes(1000), True)
+
+
+@pytest.mark.parametrize(("path", "reason"), [("brotli", "'br' was not asked for"), ("broken", "incorrect header")])
+def test_a_page_that_cannot_be_unpacked_is_none(port: int, path: str, reason: str) -> None:
+    with pytest.raises(FetchError, match=reason):
+        client().get(f"http://127.0.0.1:{port}/{path}")
+
+
+def test_blanks_and_letters_of_a_url_are_escaped(port: int) -> None:
+    """Models write addresses as readers see them, and some hosts redirect to such ones."""
+    found = client().get(f"http://127.0.0.1:{port}/f\u00fcchse im bau?q=\u00e4 b&c=%20")
+    assert (found.body, found.url.rpartition("/")[2]) == (b"a den", "f%C3%BCchse%20im%20bau?q=%C3%A4%20b&c=%20")
+    assert client().get(f"http://127.0.0.1:{port}/to-f").body == b"foxes"
+
+
+def test_a_name_in_other_letters_is_judged_by_its_name_in_ascii(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    asked: list[str] = []
+    resolving(monkeypatch, port, "93.184.216.34")
+    found = client(allows_private=False).get(
+        "http://B\u00fccher.example/page", may_read=lambda host: bool(asked.append(host)) or True
+    )
+    assert (found.status, asked) == (200, ["xn--bcher-kva.example"])
 
 
 def test_redirects_end(port: int) -> None:

@@ -41,6 +41,9 @@ def test_menus_and_scripts_are_left_out() -> None:
         (b"x", "text/plain; charset=undefined", "x"),
         ("狐".encode("shift_jis"), "text/plain; charset=Shift_JIS", "狐"),
         (b"<p>x", "Text/HTML", "x"),
+        ("<p>zoë".encode("utf-16"), "text/html; charset=iso-8859-1", "zoë"),
+        ("zoë".encode("utf-8-sig"), "text/plain; charset=utf-16", "zoë"),
+        ("<p>zoë".encode("utf-8-sig"), "", "<p>zoë"),
     ],
 )
 def test_other_and_broken_pages(body: bytes, kind: str, text: str) -> None:

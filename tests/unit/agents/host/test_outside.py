@@ -26,11 +26,12 @@ CALL = RunTool(
 class Pages:
     """A web where every address has the same page."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, kind: str) -> None:
         self._body = body
+        self._kind = kind
 
     def get(self, url: str, **_: Any) -> Fetched:
-        return Fetched(200, "text/html", self._body, url)
+        return Fetched(200, self._kind, self._body, url)
 
 
 class Engine:
@@ -57,12 +58,12 @@ class Reader:
         pass
 
 
-def read(body: bytes, error: Exception | None = None) -> ToolResult:
+def read(body: bytes, error: Exception | None = None, *, kind: str = "text/html") -> ToolResult:
     """Return what a call gives for a page."""
 
     async def main() -> ToolResult:
         outside = OutsideTools(SETTINGS)
-        outside._pages = Pages(body)  # type: ignore[assignment]
+        outside._pages = Pages(body, kind)  # type: ignore[assignment]
         if error is not None:
             outside._reader = Reader(error)  # type: ignore[assignment]
         try:
@@ -80,6 +81,7 @@ def read(body: bytes, error: Exception | None = None) -> ToolResult:
         (SearchRule(allowed=("b.example",)), ["www.b.example"], "fox site:b.example"),
         (SearchRule(allowed=("b.example", "c.example")), ["www.b.example"], "fox site:b.example OR site:c.example"),
         (SearchRule(blocked=("b.example",)), ["a.example", "notb.example"], "fox"),
+        (SearchRule(blocked=("B.Example.",)), ["a.example", "notb.example"], "fox"),
         (SearchRule(allowed=("b.example",), blocked=("www.b.example",)), [], "fox site:b.example"),
     ],
 )
@@ -98,6 +100,35 @@ def test_a_search_finds_only_the_sites_that_its_request_allows(rule: SearchRule,
     result = asyncio.run(asyncio.wait_for(main(), 60))
     assert result.data == {"results_count": len(found), "sources": found}
     assert engine.asked == [asked]
+
+
+@pytest.mark.parametrize("name", ["b\u00fccher.example", "B\u00dcCHER.example", "xn--bcher-kva.example"])
+def test_a_site_is_the_same_in_all_letters(name: str) -> None:
+    for host in ("www.b\u00fccher.example", "xn--bcher-kva.example"):
+        assert not SearchRule(blocked=(name,)).allows(host)
+        assert SearchRule(allowed=(name,)).allows(host)
+    assert SearchRule(blocked=(name,)).allows("bucher.example")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("application/pdf", b"%PDF-1.4\n%\xe2\xe3\xcf\xd3"),
+        ("image/png", b"\x89PNG\r\n\x1a\n"),
+        ("application/octet-stream", bytes(100)),
+        ("", b"PK\x03\x04\x14\x00"),
+    ],
+)
+def test_bytes_that_are_not_text_are_named_and_not_read(kind: str, body: bytes) -> None:
+    """A model read 16,384 characters of a PDF's bytes."""
+    exception = msgspec.json.decode(read(body, kind=kind).content)["exception"]
+    assert exception == f"the page is not text: its type is {kind or 'not said'}"
+
+
+@pytest.mark.parametrize("kind", ["application/octet-stream", "application/x-unknown", ""])
+def test_text_of_any_type_is_read(kind: str) -> None:
+    body = "a \u00fc".encode() * 2000
+    assert msgspec.json.decode(read(body, kind=kind).content)["text"] == body.decode()[:300]
 
 
 def test_a_page_is_read_in_a_process_of_its_own() -> None:

@@ -32,7 +32,15 @@ from sie.values.agent import (
     McpChoice,
     ToolProgress,
 )
-from sie.values.errors import BadRequest, ClientGone, DeadlineExceeded, SieError, Unavailable
+from sie.values.errors import (
+    BadRequest,
+    ClientGone,
+    DeadlineExceeded,
+    InputTooLong,
+    Overloaded,
+    SieError,
+    Unavailable,
+)
 from sie.values.generate import (
     ChatMessage,
     Ended,
@@ -407,6 +415,102 @@ def test_a_lost_agent_process_is_a_result_for_the_model() -> None:
     assert requests[0].messages is not None
     assert "not running" in str(requests[0].messages[-1].content)
     assert "not running" in [event for event in events if isinstance(event, ToolProgress)][-1].data["exception"]
+
+
+def test_an_agent_process_that_is_lost_while_an_approval_waits_is_a_result_for_the_model() -> None:
+    class Lost(Link):
+        async def ask(self, question: Any, kind: Any) -> Any:
+            if isinstance(question, AwaitApproval):
+                raise Unavailable("The agent process is not running", code="AGENT_LOST")
+            return await super().ask(question, kind)
+
+    link, plan = Lost(), make_plan(AgentTask(code_field="x", permission="ask"))
+    events, requests = run([Said("x", call(tools.PYTHON)), Said("so")], gather, link=link, plan=plan)
+    assert texts(events) == "xso"
+    assert link.names == [], "nobody approved it"
+    assert requests[0].messages is not None
+    assert msgspec.json.decode(str(requests[0].messages[-1].content)) == {
+        "status": "error",
+        "exception": "The agent process is not running",
+    }
+
+
+@pytest.mark.parametrize("error", [Unavailable("It is not running", code="AGENT_LOST"), Overloaded("It is full")])
+def test_an_answer_that_is_there_is_given_though_nobody_can_look_for_its_files(error: SieError) -> None:
+    class Lost(Link):
+        async def ask(self, question: Any, kind: Any) -> Any:
+            if isinstance(question, FindFiles):
+                raise error
+            return await super().ask(question, kind)
+
+    plan = make_plan(AgentTask(code_field="x", files=(ExpectedFile("a"), ExpectedFile("b"))))
+    events, _ = run([Said("answer")], gather, link=Lost(), plan=plan)
+    files = [event.file for event in events if isinstance(event, FileProduced)]
+    assert [(file.name, file.code, file.message) for file in files] == [
+        ("a", "not_produced", error.message),
+        ("b", "not_produced", error.message),
+    ]
+    assert len({file.id for file in files}) == 2
+    assert texts(events) == "answer"
+    assert isinstance(events[-1], Ended)
+
+
+@pytest.mark.parametrize("reason", ["the host is full", "the second call finds it full"])
+def test_a_call_for_which_the_host_had_no_room_has_not_acted(reason: str) -> None:
+    class Full(Link):
+        async def ask(self, question: Any, kind: Any) -> Any:
+            if isinstance(question, RunTool) and (question.turn or reason == "the host is full"):
+                raise Overloaded(reason)
+            return await super().ask(question, kind)
+
+    async def work(agent: AgentRun) -> tuple[bool, SieError]:
+        with pytest.raises(Overloaded) as caught:
+            await agent.gather()
+        return agent.has_acted, caught.value
+
+    rounds = [Said("x", call(tools.PYTHON), call(tools.PYTHON, 1)), Said("so")]
+    (has_acted, error), _ = run(rounds, work, link=Full())
+    assert has_acted == (not error.may_be_repeated) == (reason != "the host is full")
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_results_without_room_in_the_context_end_the_answer_and_not_the_conversation(is_stream: bool) -> None:
+    """The client heard that its own prompt was too long, and got nothing of what the tools had done."""
+    long = InputTooLong("The prompt has 9 tokens", code="CONTEXT_LENGTH_EXCEEDED")
+    rounds = [Said("one", call(tools.PYTHON)), Said("two", call(tools.SHELL)), Said("", error=long)]
+
+    async def work(agent: AgentRun) -> Any:
+        return await agent.whole(), agent.said
+
+    (reply, said), _ = run(rounds, work, plan=make_plan(stream=is_stream))
+    assert (reply.choices[0].text, reply.choices[0].reason, reply.choices[0].calls) == ("two", "length", [])
+    assert [record.name for record in reply.agent.records] == [tools.PYTHON, tools.SHELL]
+    assert [(one.role, one.content, len(one.tool_calls)) for one in said] == [
+        ("assistant", "one", 1),
+        ("tool", f"result of {tools.PYTHON}", 0),
+        ("assistant", "two", 0),
+    ]
+    assert reply.usage.completion_tokens == 2 * USAGE.completion_tokens
+
+
+def test_a_client_s_own_prompt_without_room_is_its_mistake() -> None:
+    async def work(agent: AgentRun) -> None:
+        with pytest.raises(InputTooLong, match="9 tokens"):
+            await agent.gather()
+
+    long = InputTooLong("The prompt has 9 tokens", code="CONTEXT_LENGTH_EXCEEDED")
+    run([Said("", error=long)], work)
+
+
+def test_a_remembered_approval_is_for_one_kind_of_built_in_tool_and_for_one_other_tool() -> None:
+    link = Link(Decision(True))
+    settings = Agents(agent=True, tool_dispatch_url="http://h/")
+    plan = make_plan(AgentTask(code_field="x", permission="ask"), settings, tools=(CLIENT_TOOL, Tool(name="other")))
+    names = (tools.PYTHON, tools.RESET_PYTHON, "mine", "other")
+    run([Said("x", *map(call, names)), Said("so")], gather, link=link, plan=plan)
+    kinds = [question.kind for question in link.asked if isinstance(question, OpenApproval)]
+    assert kinds[0] == kinds[1]
+    assert len(set(kinds)) == 3
 
 
 def test_a_denied_call_is_told_to_the_model() -> None:

@@ -11,7 +11,7 @@ from sie.agents import tools
 from sie.agents.loop import calls
 from sie.agents.loop.calls import CallRunner
 from sie.agents.loop.plan import plan_agent
-from sie.agents.messages import ToolResult
+from sie.agents.messages import ToolResult, failed
 from sie.config.agent_settings import Agents
 from sie.values.agent import AgentTask, SearchRule, ToolProgress
 from sie.values.generate import ChatMessage, GenerateEvent, GenerateRequest, ToolCall
@@ -38,6 +38,32 @@ def test_searches_over_their_number_are_denied() -> None:
     first, second, third = asyncio.run(main())
     assert (first, second) == ("{}", "{}")
     assert "at most 2 calls of web search (max_uses)" in third
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        (tools.PYTHON, {"tool_type": "code_execution", "exception": "no"}),
+        (tools.SHELL, {"tool_type": "shell", "stderr": "no", "status": "error"}),
+        (tools.SEARCH, {"tool_type": "web_search", "results_count": 0, "sources": [], "exception": "no"}),
+        (tools.LIST_FILES, {"tool_type": "custom", "content": "no"}),
+    ],
+)
+def test_a_call_that_failed_has_the_fields_of_its_tool(name: str, data: dict[str, Any]) -> None:
+    class Failing:
+        async def ask(self, question: Any, kind: Any) -> Any:
+            return failed("no")
+
+    task = AgentTask(code_field="x", shell_field="x", search_field="x")
+    request = GenerateRequest(model="m", messages=[ChatMessage(role="user", content="q")], agent=task)
+    plan = plan_agent(request, Agents(agent=True, search_url="http://h/"))
+    assert plan is not None
+    events: list[GenerateEvent] = []
+    runner = CallRunner(Failing(), plan, events.append, owner="", session="s", run_id="r")
+    told = asyncio.run(runner.run(ToolCall(id="c", name=name, arguments="{}"), 0, 0))
+    assert told == runner.records[0].result == '{"status":"error","exception":"no"}'
+    assert isinstance(events[-1], ToolProgress)
+    assert (events[-1].data, events[-1].is_error) == (data, True)
 
 
 def test_the_pictures_of_a_run_are_bounded_and_others_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

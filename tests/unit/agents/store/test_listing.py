@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sie.agents.store.files import KeptFile
-from sie.agents.store.listing import ListedFile, list_files, mount_files, with_list
+from sie.agents.store.listing import ListedFile, list_files, made_files, mount_files, with_list
 from sie.values.generate import ChatMessage
 
 
@@ -15,6 +15,20 @@ def listed(name: str, text: str | None) -> ListedFile:
         purpose="", tool="",
     )  # fmt: skip
     return ListedFile(id=file.id, file=file, text=text)
+
+
+def test_files_that_tools_made_are_found_in_their_results() -> None:
+    def result(content: str, name: str = "mistralrs_shell") -> ChatMessage:
+        return ChatMessage(role="tool", name=name, tool_call_id="c", content=content)
+
+    messages = [
+        ChatMessage(role="user", content='{"files":[{"id":"file_u","name":"u"}]}'),
+        result('{"status":"success","files":[{"id":"file_a","name":"a"},{"id":"file_b","name":"b"}]}'),
+        result('{"files":[{"id":"file_c","name":"a"},{"name":"gone","code":"not_produced"}]}\nPictures were left out'),
+        result('{"files":[{"id":"file_x","name":"x"}]}', name="mine"),
+        *map(result, ("", "no JSON", '{"files":5}', "[" * 9999)),
+    ]
+    assert made_files(messages) == ["file_b", "file_c"]
 
 
 def test_list_is_cut_for_each_file_and_for_all() -> None:

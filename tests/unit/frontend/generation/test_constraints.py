@@ -104,6 +104,18 @@ def test_a_strict_tool_binds_its_arguments_amid_any_text() -> None:
     assert not allows(bare, TOWN)
 
 
+def test_what_cannot_be_compiled_of_a_lenient_tool_does_not_bind() -> None:
+    """One odd tool of an MCP server had every request that named the server refused."""
+    tool = Tool(name="weather", parameters={**CITY, "if": {}, "then": {"required": ["x"]}}, strict=True)
+    with pytest.raises(BadRequest, match="Unimplemented keys"):
+        constrain(request(tools=(tool,)), rule("hermes"))
+    lenient = Tool(name="weather", parameters=tool.parameters, strict=True, is_lenient=True)
+    grammar = constrain(request(tools=(lenient,)), rule("hermes"))
+    assert allows(grammar, tagged(OSLO))
+    assert not allows(grammar, tagged(OSLO.replace('"Oslo"', "5")))
+    assert not allows(grammar, tagged(TOWN))
+
+
 def test_tools_that_are_not_strict_bind_nothing_by_themselves() -> None:
     assert constrain(request(tools=(Tool(name="weather", parameters=CITY),)), rule("hermes")) is None
     assert constrain(request(tool_choice=ToolChoice(mode="none")), rule("hermes")) is None

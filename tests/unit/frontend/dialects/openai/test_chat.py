@@ -168,7 +168,7 @@ def test_options_of_a_search_bound_it() -> None:
         web_search_options={"filters": filters, "search_context_size": "low", "user_location": {"type": "approximate"}}
     )
     assert asked.agent is not None
-    assert asked.agent.search == SearchRule(allowed=("a.example",), blocked=("b.a.example",))
+    assert asked.agent.search == SearchRule(allowed=("A.example",), blocked=("b.a.example",))
     assert read(web_search_options={"external_web_access": False}).agent is None
 
 
@@ -178,6 +178,7 @@ def test_options_of_a_search_bound_it() -> None:
         ({"filters": {"allowed_domains": "x"}}, "web_search_options.filters.allowed_domains"),
         ({"filters": {"allowed_domains": ["http://x"]}}, "web_search_options.filters.allowed_domains"),
         ({"filters": {"blocked_domains": ["x"] * 101}}, "web_search_options.filters.blocked_domains"),
+        ({"filters": {"blocked_domains": ["*.example"]}}, "web_search_options.filters.blocked_domains"),
         ({"search_content_types": ["image"]}, "web_search_options.search_content_types"),
         ({"search_context_size": "huge"}, "web_search_options.search_context_size"),
     ],
