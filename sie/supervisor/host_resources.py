@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from sie.config.sections import Memory
+from sie.runtime.server_locks import lock_holder, lock_name
 
-SERVICE_DIRECTORY: Final = "/run/sie"
-"""The runtime directory of sie.service, which has its lock; outside the service, the defaults differ."""
 CONTROL_NAME: Final = "control"
 """The control socket in the directory of a run."""
 _RUN_PREFIX: Final = "run-"
@@ -63,7 +62,7 @@ def _alone_in(base: Path) -> Iterator[None]:
 
 def _remove_remains(base: Path) -> None:
     """Remove the directories and lock files of servers that have ended."""
-    for pattern, remove in ((f"{_RUN_PREFIX}*", _remove_run), (_lock_name("[0-9]*"), os.unlink)):
+    for pattern, remove in ((f"{_RUN_PREFIX}*", _remove_run), (lock_name("[0-9]*"), os.unlink)):
         for path in base.glob(pattern):
             with suppress(OSError):  # its server lives, or it is not ours
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -95,7 +94,7 @@ def take_lock(directory: Path, port: int) -> Iterator[None]:
     Raises StartError that names the other server's pid if it holds the lock, or the reason why the file cannot be
     written.
     """
-    path = directory / _lock_name(str(port))
+    path = directory / lock_name(port)
     try:
         with _alone_in(directory):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -120,30 +119,6 @@ def _lock(fd: int, path: Path, port: int) -> None:
         holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise StartError(f"port {port}: another sie server (pid {holder}) holds {path}") from error
-
-
-def _lock_name(port: str) -> str:
-    return f"sie-{port}.lock"
-
-
-def lock_holder(directory: Path, port: int) -> int | None:
-    """Return the pid of the server that holds this port's lock, or None if no server does or the lock is unreadable."""
-    try:
-        with (directory / _lock_name(str(port))).open(encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(lock.read(32))
-    except (OSError, ValueError):
-        pass
-    return None
-
-
-def locked_ports(directory: Path) -> list[int]:
-    """Return the ports of the servers that hold a lock in this directory."""
-    names = [path.name.removeprefix("sie-").removesuffix(".lock") for path in directory.glob(_lock_name("*"))]
-    ports = sorted(int(name) for name in names if name.isdecimal())
-    return [port for port in ports if lock_holder(directory, port) is not None]
 
 
 def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setting: str = "host/port") -> socket.socket:

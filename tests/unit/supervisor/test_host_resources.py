@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from sie.runtime.server_locks import lock_holder, locked_ports
 from sie.supervisor import host_resources
 from sie.supervisor.host_resources import (
     StartError,
-    lock_holder,
-    locked_ports,
     make_runtime_dir,
     reserve_port,
     take_lock,
