@@ -208,7 +208,7 @@ def test_an_expired_key_is_refused_with_the_reason_on_every_route(server):
         pass
     assert caught.value.response.status_code == 401
     text = get(server.port, "/metrics", bearer(METRICS)).body.decode()
-    assert 'sie_api_key_expiry_timestamp_seconds{key="expired"} 981173106' in text
+    assert 'sie_api_key_expiry_timestamp_seconds{key="expired"} 9.81173106e+08' in text
     assert 'sie_auth_failures_total{reason="expired"}' in text
 
 
