@@ -124,7 +124,7 @@ def _id_of(target: Target, shown: str) -> str:
 
 def _stop_server(port: int | None, config_file: str | None) -> int:
     from sie.config.settings import load_settings
-    from sie.supervisor.host_resources import SERVICE_DIRECTORY, lock_holder, locked_ports
+    from sie.runtime.server_locks import find_server, lock_directories, locked_ports
 
     flags: dict[str, Any] = {} if port is None else {"port": str(port)}
     settings = load_settings(config_file, os.environ, flags).settings
@@ -135,13 +135,13 @@ def _stop_server(port: int | None, config_file: str | None) -> int:
             f"these settings listen on unix:{uds}, not on a port: `sie ps --url unix:{uds}` shows the server's pid, and "
             "`kill PID` stops it"
         )
-    directories = [Path(path) for path in dict.fromkeys((server.runtime_dir, SERVICE_DIRECTORY))]
-    for directory in directories:
-        pid = lock_holder(directory, server.port)
-        if pid is not None:
-            return _end(pid, server.port, server.drain_timeout_s + _AFTER_DRAIN_S)
+    pid = find_server(server.runtime_dir, server.port)
+    if pid is not None:
+        return _end(pid, server.port, server.drain_timeout_s + _AFTER_DRAIN_S)
     reason = f"no server on this host has port {server.port}: no lock is held in {server.runtime_dir}"
-    others = ", ".join(f"`sie stop --port {port}`" for path in directories for port in locked_ports(path))
+    others = ", ".join(
+        f"`sie stop --port {port}`" for path in lock_directories(server.runtime_dir) for port in locked_ports(path)
+    )
     return fail(f"{reason}; others can be stopped with {others}" if others else reason)
 
 

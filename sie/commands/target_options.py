@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
-from sie.config.sources import KEY_VARIABLE, URL_VARIABLE
+from sie.config.sources import KEY_VARIABLE, URL_VARIABLE, SettingsError
 
 if TYPE_CHECKING:
     from sie.loadgen.target import Target
@@ -71,7 +71,20 @@ def named_target(url: str, *, key: str, **tls_files: str) -> Target:
     The key of another service must not reach a server that the user did not name, so `OPENAI_API_KEY` counts only
     beside an explicit address.
     """
+    from msgspec import structs
+
     from sie.loadgen.target import parse_target
 
     is_named = click.get_current_context().get_parameter_source("url") is not ParameterSource.DEFAULT
-    return parse_target(url, key=key or (os.environ.get("OPENAI_API_KEY", "") if is_named else ""), **tls_files)
+    key = key or (os.environ.get("OPENAI_API_KEY", "") if is_named else "")
+    return structs.replace(parse_target(url, key=key, **tls_files), find_server=_find_server)
+
+
+def _find_server(port: int) -> int | None:
+    from sie.config.settings import load_settings
+    from sie.runtime.server_locks import find_server
+
+    try:
+        return find_server(load_settings(None, os.environ, {}).settings.server.runtime_dir, port)
+    except SettingsError:
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from sie.config.settings import Settings
@@ -10,6 +11,7 @@ from sie.supervisor.host_resources import StartError
 from sie.supervisor.listen import check_tls, exposure_warnings, resolve_host
 from sie.values.api_key import KeyFileError, read_key_file
 
+_SOON_S = 7 * 24 * 3600
 _EXPOSED_FIX = "see docs/security.md: `sie keys new`, --api-keys, --tls-cert; or bind to 127.0.0.1"
 
 
@@ -41,4 +43,8 @@ def _check_keys(path: str) -> Finding:
     if found.is_world_readable:
         message = f"{path}: every user of this host may read the names and scopes in it"
         return Finding(area="access", level="warn", message=message, fix=f"chmod o-r {path}")
+    if expiring := [f"{key.name} ({key.shown_expiry})" for key in found.keys if key.is_expired(time.time() + _SOON_S)]:
+        message = f"{path}: keys that have expired, or will within a week: {', '.join(expiring)}"
+        fix = "`sie keys new NAME --file FILE` makes new ones; remove the old entries"
+        return Finding(area="access", level="warn", message=message, fix=fix)
     return Finding(area="access", level="ok", message=f"{len(found.keys)} API keys in {path}")

@@ -14,13 +14,12 @@ from sie.config.limits import MIB
 from sie.config.settings import Settings
 from sie.doctor import gpu
 from sie.doctor.finding import Finding
+from sie.runtime.server_locks import find_server
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.host_resources import (
-    SERVICE_DIRECTORY,
     StartError,
     check_private,
     count_frontends,
-    lock_holder,
     reserve_port,
     reserved_bytes,
 )
@@ -140,8 +139,7 @@ def check_network(settings: Settings) -> Iterator[Finding]:
     try:
         reserve_port(server.host, server.port).close()
     except StartError as error:
-        places = (server.runtime_dir, SERVICE_DIRECTORY)
-        pid = next(filter(None, (lock_holder(Path(path), server.port) for path in places)), None)
+        pid = find_server(server.runtime_dir, server.port)
         if pid is not None:
             message = f"port {server.port}: the server that runs has it (pid {pid})"
             yield Finding(area="network", level="ok", message=message)

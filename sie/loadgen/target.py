@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -46,6 +46,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A Unix socket instead of host and port."""
     key: str = ""
     tls: ssl.SSLContext | None = None
+    find_server: Callable[[int], int | None] = lambda _port: None
+    """Returns the pid of this host's server that has a port, even if it takes no connections."""
 
     @property
     def authority(self) -> str:
@@ -67,9 +69,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.uds) or self.host in {"localhost", "::1"} or self.host.startswith("127.")
 
     def _hint(self, error: Exception) -> str:
-        if isinstance(error, (ConnectionRefusedError, FileNotFoundError)) and self._is_local:
+        if not self._is_local or not isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+            return ""
+        pid = self.find_server(self.port)
+        if pid is None:
             return "; start a server with `sie serve`"
-        return ""
+        return f"; its server (pid {pid}) is stopping, and finishes the requests that it accepted, or is starting"
 
     def connect(self) -> socket.socket:
         """Return a connected socket that does not block. Raises TargetError."""

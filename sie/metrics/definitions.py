@@ -189,7 +189,7 @@ REFUSALS = Family(
 AUTH_FAILURES = Family(
     name="sie_auth_failures_total",
     kind="counter",
-    help="Requests refused for their API key, by reason (missing, unknown, scope, rate, concurrency).",
+    help="Requests refused for their API key, by reason (missing, unknown, expired, scope, rate, concurrency).",
     labels=("reason",),
 )
 KEY_REQUESTS = Family(
@@ -213,7 +213,14 @@ KEY_RUNNING = Family(
 API_KEYS = Family(
     name="sie_api_keys",
     kind="gauge",
-    help="Active API keys; absent when keys are not required.",
+    help="API keys in the file that is in force, expired ones too; absent when keys are not required.",
+    merge="max",
+)
+KEY_EXPIRY = Family(
+    name="sie_api_key_expiry_timestamp_seconds",
+    kind="gauge",
+    help="Unix time at which an API key expires, by its name; only keys that do. +Inf after it was removed or renewed without end.",
+    labels=("key",),
     merge="max",
 )
 API_KEYS_REFUSED = Family(
@@ -405,7 +412,7 @@ FAMILIES: tuple[Family, ...] = (
     NON_FINITE, NON_FINITE_SHARE, LORAS_LOADED, SEQUENCES_RUNNING, SEQUENCES_WAITING, SEQUENCES_COMPLETED,
     PREEMPTIONS, KV_BLOCKS, KV_BLOCKS_USED, PREFIX_LOOKUPS, PREFIX_HITS, PREFIX_EVICTIONS, PROMPT_TOKENS,
     GENERATED_TOKENS, GENERATION_STEP, FIRST_TOKEN, TOKEN_GAP, LAST_INFERENCE, TRUNCATED, REFUSALS, AUTH_FAILURES,
-    KEY_REQUESTS, KEY_TOKENS, KEY_RUNNING, API_KEYS, API_KEYS_REFUSED, WORKER_RESTARTS, WORKER_UP, DEVICE_LOST, CONFIG_RELOADS, CONFIG_REFUSED,
+    KEY_REQUESTS, KEY_TOKENS, KEY_RUNNING, API_KEYS, KEY_EXPIRY, API_KEYS_REFUSED, WORKER_RESTARTS, WORKER_UP, DEVICE_LOST, CONFIG_RELOADS, CONFIG_REFUSED,
     STEP_DURATION, MODEL_BUSY, STEP_TOKENS, EXTENTS_IN_USE, HELD_BYTES, HELD_CUTS, LOOP_LAG, LOOP_LAG_LATEST, STATUS_WATCHERS, AGENTS_RUNNING, GRPC_CONNECTIONS,
     GRPC_ENDED, GRPC_WAITS, HTTP_REQUESTS, HTTP_IN_FLIGHT, HTTP_DURATION, HTTP_BODY, DROPPED, GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY_TOTAL,
     GPU_TEMPERATURE, GPU_UP, GPU_SAMPLED, *CLUSTER_FAMILIES,

@@ -5,14 +5,19 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 from sie.config.sections import Memory
+from sie.runtime.server_locks import lock_holder, lock_name
 
-SERVICE_DIRECTORY: Final = "/run/sie"
-"""The runtime directory of sie.service, which has its lock; outside the service, the defaults differ."""
+CONTROL_NAME: Final = "control"
+"""The control socket in the directory of a run."""
+_RUN_PREFIX: Final = "run-"
+_DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _CORES_PER_FRONTEND = 4
 
 
@@ -20,17 +25,59 @@ class StartError(Exception):
     """The server cannot start with these settings. The message names the setting, and the command exits with 78."""
 
 
-def make_runtime_dir(base: Path) -> TemporaryDirectory[str]:
-    """Create a private directory (0700) under base for this run's control socket; the caller's `with` removes it.
+@contextmanager
+def make_runtime_dir(base: Path) -> Iterator[Path]:
+    """Create a private directory (0700) under base for this run's control socket, and remove it at the end.
 
-    Raises StartError if base cannot be used or if other users can write to it: they could pose as the server.
+    It is locked meanwhile. Directories and lock files without such a lock belong to servers that were killed, and are
+    removed first. Raises StartError if base cannot be used or if other users can write to it: they could pose as the server.
     """
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(base)
-        return TemporaryDirectory(prefix="run-", dir=base, ignore_cleanup_errors=True)
+        with _alone_in(base):
+            _remove_remains(base)
+            path = Path(tempfile.mkdtemp(prefix=_RUN_PREFIX, dir=base))
+            fd = os.open(path, _DIRECTORY_FLAGS)
+            fcntl.flock(fd, fcntl.LOCK_EX)
     except OSError as error:
         raise StartError(f"runtime_dir: cannot create a directory in {base}: {error}") from error
+    try:
+        yield path
+    finally:
+        _remove_run(path)
+        os.close(fd)
+
+
+@contextmanager
+def _alone_in(base: Path) -> Iterator[None]:
+    """Wait until no other server makes, locks or removes files in base."""
+    fd = os.open(base, _DIRECTORY_FLAGS)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_remains(base: Path) -> None:
+    """Remove the directories and lock files of servers that have ended."""
+    for pattern, remove in ((f"{_RUN_PREFIX}*", _remove_run), (lock_name("[0-9]*"), os.unlink)):
+        for path in base.glob(pattern):
+            with suppress(OSError):  # its server lives, or it is not ours
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(path)
+                finally:
+                    os.close(fd)
+
+
+def _remove_run(path: Path) -> None:
+    """Remove the directory of a run. One with other files than a run's stays."""
+    with suppress(OSError):
+        (path / CONTROL_NAME).unlink(missing_ok=True)
+        path.rmdir()
 
 
 def check_private(base: Path) -> None:
@@ -40,46 +87,38 @@ def check_private(base: Path) -> None:
         raise StartError(f"runtime_dir: {base} belongs to another user, or others may write to it")
 
 
-def take_lock(directory: Path, port: int) -> int:
-    """Lock `sie-PORT.lock` for the life of this process and return its descriptor.
+@contextmanager
+def take_lock(directory: Path, port: int) -> Iterator[None]:
+    """Hold a lock on `sie-PORT.lock`, which contains our pid, and remove the file at the end.
 
     Raises StartError that names the other server's pid if it holds the lock, or the reason why the file cannot be
-    opened.
+    written.
     """
-    path = directory / f"sie-{port}.lock"
+    path = directory / lock_name(port)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with _alone_in(directory):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            _lock(fd, path, port)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     except OSError as error:
-        raise StartError(f"runtime_dir: cannot open {path}: {error.strerror}") from error
+        raise StartError(f"runtime_dir: cannot write {path}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        # Nobody waits for a lock while the file is removed, so none is taken on a file that has no name any more.
+        with suppress(OSError), _alone_in(directory):
+            path.unlink()
+        os.close(fd)
+
+
+def _lock(fd: int, path: Path, port: int) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise StartError(f"port {port}: another sie server (pid {holder}) holds {path}") from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
-
-
-def lock_holder(directory: Path, port: int) -> int | None:
-    """Return the pid of the server that holds this port's lock, or None if no server does or the lock is unreadable."""
-    try:
-        with (directory / f"sie-{port}.lock").open(encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(lock.read(32))
-    except (OSError, ValueError):
-        pass
-    return None
-
-
-def locked_ports(directory: Path) -> list[int]:
-    """Return the ports of the servers that hold a lock in this directory."""
-    names = [path.name.removeprefix("sie-").removesuffix(".lock") for path in directory.glob("sie-*.lock")]
-    ports = sorted(int(name) for name in names if name.isdecimal())
-    return [port for port in ports if lock_holder(directory, port) is not None]
 
 
 def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setting: str = "host/port") -> socket.socket:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,9 +51,9 @@ def main(loaded: Loaded, reload: Callable[[], Loaded], *, is_gateway: bool = Fal
     with ended_by_sigterm(0), contextlib.ExitStack() as held:
         listener, grpc_listener = _open_listeners(held, settings)
         base = Path(server.runtime_dir)
-        runtime_dir = Path(held.enter_context(make_runtime_dir(base)))
+        runtime_dir = held.enter_context(make_runtime_dir(base))
         if listener.port:
-            held.callback(os.close, take_lock(base, listener.port))
+            held.enter_context(take_lock(base, listener.port))
         places = [] if is_gateway else resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
         num_frontends = count_frontends(server.frontends)
         num_http = num_frontends + (certificates is not None)  # a stand-in serves during a renewal

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sie.ipc import messages
 from sie.metrics import definitions
 from sie.shm.pages import CounterPage
@@ -13,6 +15,7 @@ class ServerPage:
 
     def __init__(self, page_bytes: int) -> None:
         self.page = CounterPage.create(page_bytes)
+        self._expiring: set[str] = set()
 
     def count(self, family: definitions.Family, *labels: str) -> None:
         """Increment a counter."""
@@ -24,9 +27,14 @@ class ServerPage:
         self.page.gauge(definitions.CONFIG_REFUSED.name, ()).set(float(is_refused))
 
     def show_keys(self, keys: messages.Keys) -> None:
-        """Show the number of API keys, and whether the latest key file was refused."""
+        """Show the number of API keys, when they expire, and whether the latest key file was refused."""
         self.page.gauge(definitions.API_KEYS.name).set(len(keys.keys))
         self.page.gauge(definitions.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
+        expiries = {key.name: key.expires_s for key in keys.keys if key.expires_s is not None}
+        self._expiring |= expiries.keys()
+        family = definitions.KEY_EXPIRY
+        for name in self._expiring:  # a sample stays, so a key that is gone shows infinity
+            self.page.gauge(family.name, family.label_pairs(name)).set(expiries.get(name, math.inf))
 
     def show_failed(self, model: str, *, has_failed: bool) -> None:
         """Show whether a model's load has failed."""

@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import stat
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -23,6 +24,8 @@ from sie.values.trusted_file import read_trusted_file
 Scope = Literal["infer", "admin", "metrics"]
 SCOPES: Final[tuple[Scope, ...]] = ("infer", "admin", "metrics")
 KEY_PREFIX: Final = "sie_"
+LIMITS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
+"""The fields of a key that are limits; None for no limit."""
 MAX_KEYS: Final = 1000
 MAX_FILE_BYTES: Final = 1 << 20
 
@@ -43,7 +46,8 @@ class KeyFileError(Exception):
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """One key as a server knows it: digest is the SHA-256 of its text. None means no limit.
 
-    weight is its share of a cluster's hosts beside other keys while their work waits in gateways.
+    expires_s is the Unix time from which it is refused. weight is its share of a cluster's hosts beside other keys while
+    their work waits in gateways.
     """
 
     name: str
@@ -52,7 +56,17 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None
+    expires_s: int | None = None
     weight: int = 1
+
+    @property
+    def shown_expiry(self) -> str:
+        """The time from which it is refused, in UTC as a key file has it; empty if it does not expire."""
+        return "" if self.expires_s is None else f"{datetime.fromtimestamp(self.expires_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+    def is_expired(self, now_s: float) -> bool:
+        """Return whether it is refused at a Unix time."""
+        return self.expires_s is not None and now_s >= self.expires_s
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,6 +76,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     requests_per_minute: RequestsPerMinute | None = None
     tokens_per_minute: TokensPerMinute | None = None
     max_concurrent: MaxConcurrent | None = None
+    expires: Annotated[datetime, Meta(tz=True)] | None = None
     weight: Weight = 1
 
 
@@ -111,6 +126,7 @@ def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
             requests_per_minute=entry.requests_per_minute,
             tokens_per_minute=entry.tokens_per_minute,
             max_concurrent=entry.max_concurrent,
+            expires_s=None if entry.expires is None else int(entry.expires.timestamp()),
             weight=entry.weight,
         )
         for entry in entries
@@ -133,8 +149,9 @@ def render_entry(key: ApiKey) -> str:
     """Return the lines of a key in a file."""
     scopes = ", ".join(f'"{scope}"' for scope in key.scopes)
     lines = ["[[key]]", f'name = "{key.name}"', f'hash = "sha256:{key.digest.hex()}"', f"scopes = [{scopes}]"]
-    limits = {name: getattr(key, name) for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent")}
+    limits = {name: getattr(key, name) for name in LIMITS}
     lines += [f"{name} = {value}" for name, value in limits.items() if value is not None]
+    lines += [f"expires = {key.shown_expiry}"] if key.expires_s is not None else []
     lines += [f"weight = {key.weight}"] if key.weight != 1 else []
     return "\n".join(lines) + "\n"
 

@@ -32,7 +32,7 @@ SHOWN_WHEN_IT_HAPPENS = {
     "sie_refusals_total", "sie_idle_evictions_total", "sie_pressure_evictions_total", "sie_loras_loaded",
     "sie_oom_evictions_triggered_total", "sie_config_reloads_total", "sie_config_refused", "sie_model_failed",
     "sie_auth_failures_total", "sie_api_key_requests_total", "sie_api_key_tokens_total",
-    "sie_api_key_running", "sie_api_keys", "sie_api_keys_refused",
+    "sie_api_key_running", "sie_api_keys", "sie_api_keys_refused", "sie_api_key_expiry_timestamp_seconds",
     *(family.name for family in CLUSTER_FAMILIES),
 }  # fmt: skip
 

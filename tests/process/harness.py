@@ -338,9 +338,7 @@ def start_server(
                 if not is_busy:
                     eventually(lambda: not extents_in_use(server.port), "no extent in use after the test")
                 server.stop()
-                left = [
-                    path.name for path in Path(runtime_dir).iterdir() if path.suffix != ".lock" and path.name != "state"
-                ]
+                left = [path.name for path in Path(runtime_dir).iterdir() if path.name != "state"]
                 assert not left, f"left in the runtime directory: {left}"
         except BaseException:
             print(f"--- log of the server ---\n{server.output.text()}")

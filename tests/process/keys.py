@@ -9,7 +9,7 @@ INFER, ADMIN, METRICS, BOTH = (f"sie_test-{name}-0123456789abcdef" for name in (
 TEXTS = {"infer": (INFER, ["infer"]), "admin": (ADMIN, ["admin"]), "metrics": (METRICS, ["metrics"])}
 
 
-def entry(name: str, text: str, scopes: list[str], **limits: int) -> str:
+def entry(name: str, text: str, scopes: list[str], **limits: int | str) -> str:
     """Return the lines of one key."""
     lines = [f'name = "{name}"', f'hash = "sha256:{hashlib.sha256(text.encode()).hexdigest()}"', f"scopes = {scopes}"]
     return "\n".join(["[[key]]", *lines, *(f"{limit} = {value}" for limit, value in limits.items())]) + "\n"

@@ -30,6 +30,7 @@ SLOW = "sie_test-slow-0123456789abcdef"
 FEW = "sie_test-few-0123456789abcdef"
 COSTLY = [f"sie_test-costly-{number}-0123456789abcdef" for number in range(10)]
 """Keys with a rate of tokens, one for each kind of request."""
+EXPIRED = "sie_test-expired-0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,7 @@ def key_file(tmp_path_factory):
         tmp_path_factory.mktemp("keys") / "keys.toml",
         entry("slow", SLOW, ["infer"], max_concurrent=2),
         entry("few", FEW, ["infer"], requests_per_minute=4),
+        entry("expired", EXPIRED, ["infer", "admin", "metrics"], expires="2001-02-03T04:05:06Z"),
         *(entry(f"costly-{number}", text, ["infer"], tokens_per_minute=30) for number, text in enumerate(COSTLY)),
     )
 
@@ -190,6 +192,24 @@ def test_errors_have_the_shape_of_their_route(server):
     assert (forbidden["code"], forbidden["type"]) == ("FORBIDDEN", "permission_error")
     both = get(server.port, "/v1/models").json()
     assert (both["detail"]["code"], both["error"]["code"]) == ("UNAUTHORIZED", "invalid_api_key")
+
+
+def test_an_expired_key_is_refused_with_the_reason_on_every_route(server):
+    for route in TABLE:
+        path = route.template.replace("{model}", "stub/a")
+        with Client(server.port) as client:
+            answer = client.request(route.method, path, b"{}" if route.method == "POST" else None, bearer(EXPIRED))
+        if path in OPEN_PATHS:
+            continue
+        assert answer.status == 401, path
+        said = answer.body.decode() or answer.headers["nv-status"]
+        assert "expired at 2001-02-03T04:05:06Z" in said, path
+    with pytest.raises(InvalidStatus) as caught, watch(server, additional_headers=bearer(EXPIRED)):
+        pass
+    assert caught.value.response.status_code == 401
+    text = get(server.port, "/metrics", bearer(METRICS)).body.decode()
+    assert 'sie_api_key_expiry_timestamp_seconds{key="expired"} 9.81173106e+08' in text
+    assert 'sie_auth_failures_total{reason="expired"}' in text
 
 
 def test_refusals_are_counted_by_reason_and_are_no_requests(server):

@@ -26,7 +26,7 @@ from sie.commands.bundle import write_bundle
 from sie.config.settings import load_settings
 from tests import onnx_models
 from tests.process.harness import WAIT_S, Server, eventually, start_server
-from tests.process.wire import total
+from tests.process.wire import connect, raw_request, total
 
 CHAT_WITH_A_SMALL_PIPE = """
 import sys
@@ -269,6 +269,33 @@ def test_a_server_that_is_not_there_is_one_line_that_says_how_to_start_one(
         said = capsys.readouterr().err
         assert said.startswith("sie: cannot connect to http://127.0.0.1:1: ")
         assert said.endswith("; start a server with `sie serve`\n")
+
+
+def test_a_server_that_finishes_its_last_requests_is_not_said_to_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIE_RUNTIME_DIR", str(tmp_path / "run"))
+    flags = ("--model", "slow=stub:dense=8,latency_ms=3600000", "--drain-timeout-s", "3600", "--frontends", "1")
+    with (
+        start_server(*flags, "--runtime-dir", str(tmp_path / "run"), is_stopped=True) as running,
+        connect(running.port) as sock,
+    ):
+        sock.sendall(raw_request("/v1/encode/slow", b'{"items": [{"text": "a"}]}'))
+        eventually(lambda: total(running.port, "sie_extents_in_use", segment="request") == 1, "a request under way")
+        running.process.send_signal(signal.SIGTERM)
+        eventually(lambda: refuses_connections(running.port), "a closed port")
+        for command in (["ps"], ["top"], ["stop", "slow"]):
+            assert cli.main([*command, "--url", running.url]) == 1
+            said = capsys.readouterr().err
+            assert f"; its server (pid {running.process.pid}) is stopping, and finishes the requests" in said
+        running.process.send_signal(signal.SIGTERM)
+        running.process.wait(WAIT_S)
+
+
+def refuses_connections(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError), connect(port):
+        return False
+    return True
 
 
 def test_top_follows_the_server_until_q(server: Server) -> None:

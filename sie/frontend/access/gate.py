@@ -19,7 +19,7 @@ from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.access.rates import TokenBucket
 from sie.ipc.messages import Keys
 from sie.shm.pages import CounterPage
-from sie.values.api_key import Need, digest_of
+from sie.values.api_key import ApiKey, Need, digest_of
 from sie.values.errors import Forbidden, RateLimited, SieError, Unauthorized
 
 CHALLENGE: Final = ("www-authenticate", 'Bearer realm="sie"')
@@ -60,12 +60,14 @@ class Access:
         *,
         are_metrics_open: bool = False,
         now_ns: Callable[[], int] = time.monotonic_ns,
+        unix_s: Callable[[], float] = time.time,
     ) -> None:
         self._pages = pages
         self._count_failure = count_failure
         self._settle = settle
         self._are_metrics_open = are_metrics_open
         self._now_ns = now_ns
+        self._unix_s = unix_s
         self._by_digest: dict[bytes, KeyHolder] = {}
         self._by_name: dict[str, KeyHolder] = {}
         self._secret = b""
@@ -86,12 +88,12 @@ class Access:
     def identify(self, headers: Headers, need: Need) -> KeyHolder | None:
         """Return the holder of a request's key, or None if the route needs no key.
 
-        Raises Unauthorized without a known key, and Forbidden if its scopes lack `need`.
+        Raises Unauthorized without a known key that has not expired, and Forbidden if its scopes lack `need`.
         """
         if self._is_open(need):
             return None
         holder = self._find(_key_in(headers))
-        self._check_scope(holder, need)
+        self._check_use(holder, need)
         return holder
 
     def admit(self, exchange: Exchange, need: Need) -> None:
@@ -150,7 +152,7 @@ class Access:
     # --- websockets -----------------------------------------------------------------------------------------------
 
     def admit_watcher(self, headers: Headers, query: str, need: Need) -> Callable[[], bool]:
-        """Admit a websocket. Return a function that tells whether it may continue, as its key may be revoked meanwhile.
+        """Admit a websocket. Return a function that tells whether it may continue: its key may be revoked or expire.
 
         The key is in a header, or in the subprotocol `sie.bearer.KEY` for clients that cannot set headers. A browser
         needs its subprotocol confirmed, so it sends a ticket (`?ticket=`) instead. Raises the errors of `identify`. Limits do
@@ -160,9 +162,12 @@ class Access:
             return lambda: True
         ticket = _query_value(query, "ticket")
         holder = self._redeem(ticket) if ticket else self._find(_key_in(headers) or _subprotocol_key(headers))
-        self._check_scope(holder, need)
-        key = holder.key
-        return lambda: (now := self._by_name.get(key.name)) is not None and now.key == key
+        self._check_use(holder, need)
+        return lambda key=holder.key: self._is_in_force(key)
+
+    def _is_in_force(self, key: ApiKey) -> bool:
+        holder = self._by_name.get(key.name)
+        return holder is not None and holder.key == key and not key.is_expired(self._unix_s())
 
     def make_ticket(self, holder: KeyHolder | None) -> str:
         """Return a ticket for websockets in the name of a key, valid for TICKET_S; empty without a key."""
@@ -200,9 +205,12 @@ class Access:
             raise self._refused("unknown", Unauthorized("The API key is not known"))
         return holder
 
-    def _check_scope(self, holder: KeyHolder, need: Need) -> None:
-        if need not in holder.key.scopes and need != "any":
-            raise self._refused("scope", Forbidden(f"API key '{holder.key.name}' lacks the scope '{need}'"))
+    def _check_use(self, holder: KeyHolder, need: Need) -> None:
+        key = holder.key
+        if key.expires_s is not None and key.is_expired(self._unix_s()):
+            raise self._refused("expired", Unauthorized(f"API key '{key.name}' expired at {key.shown_expiry}"))
+        if need not in key.scopes and need != "any":
+            raise self._refused("scope", Forbidden(f"API key '{key.name}' lacks the scope '{need}'"))
 
     def _refused(self, reason: str, error: SieError) -> SieError:
         self._count_failure(reason)

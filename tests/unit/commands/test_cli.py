@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
@@ -637,14 +636,11 @@ def test_stop_spares_the_server_of_a_port_if_the_settings_name_a_socket(tmp_path
     monkeypatch.setattr(running, "_end", lambda *_: ended.append(1) or 0)
     config = tmp_path / "sie.toml"
     config.write_text(f'[server]\nruntime_dir = "{tmp_path}"\n[access]\nuds = "/run/own.sock"\n')
-    lock = take_lock(tmp_path, 8080)
-    try:
+    with take_lock(tmp_path, 8080):
         assert cli.main(["stop", "--config", str(config)]) == 1
         assert "`sie ps --url unix:/run/own.sock` shows the server's pid" in capsys.readouterr().err
         assert not ended, "it would have been the server on port 8080"
         assert cli.main(["stop", "--config", str(config), "--port", "8080"]) == 0
-    finally:
-        os.close(lock)
 
 
 @pytest.mark.parametrize("flag", [["--port", "9000"], ["--config", "sie.toml"]])

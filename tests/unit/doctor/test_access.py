@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from sie.doctor.access import check_access
-from sie.values.api_key import ApiKey, render_entry
+from sie.values.api_key import ApiKey, add_entry, render_entry
 from tests.unit.doctor.test_host import bad, settings
 
 KEY = render_entry(ApiKey(name="a", digest=bytes(32), scopes=("infer",)))
@@ -27,6 +29,16 @@ def test_file_of_keys_is_read(tmp_path, mode, levels):
     path.write_text(KEY)
     path.chmod(mode)
     assert [level for level, _ in bad(check_access(settings(access={"api_keys": str(path)})))] == levels
+
+
+def test_keys_that_expire_soon_or_have_are_named(tmp_path):
+    path = tmp_path / "keys.toml"
+    for number, (name, in_days) in enumerate({"old": -1, "soon": 6, "late": 8}.items()):
+        expires_s = int(time.time()) + in_days * 86400
+        add_entry(str(path), ApiKey(name=name, digest=bytes([number]) * 32, scopes=("infer",), expires_s=expires_s))
+    ((level, message),) = bad(check_access(settings(access={"api_keys": str(path)})))
+    assert level == "warn"
+    assert [name in message for name in ("old (", "soon (", "late (")] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from sie.runtime.server_locks import lock_holder, locked_ports
 from sie.supervisor import host_resources
 from sie.supervisor.host_resources import (
     StartError,
@@ -14,6 +17,8 @@ from sie.supervisor.host_resources import (
     take_lock,
     usable_cores,
 )
+
+WAIT_S = 30.0
 
 
 def test_usable_cores_are_those_of_the_affinity_bounded_by_the_cgroup(monkeypatch):
@@ -49,10 +54,9 @@ def test_a_port_of_another_server_is_refused_with_the_ways_out(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        lock = take_lock(tmp_path, port_of(other))
-        with pytest.raises(StartError, match=f"`sie stop --port {port_of(other)}` stops it, `--port` chooses another"):
+        reason = f"`sie stop --port {port_of(other)}` stops it, `--port` chooses another"
+        with take_lock(tmp_path, port_of(other)), pytest.raises(StartError, match=reason):
             reserve_port("127.0.0.1", port_of(other), tmp_path)
-        os.close(lock)
 
 
 @pytest.mark.parametrize("shares_port", [False, True])
@@ -93,26 +97,60 @@ def test_address_that_is_not_ours_is_refused_by_name():
 
 
 def test_second_lock_names_the_holder(tmp_path):
-    first = take_lock(tmp_path, 8080)
-    with pytest.raises(StartError, match=rf"8080.*pid {os.getpid()}"):
-        take_lock(tmp_path, 8080)
-    other = take_lock(tmp_path, 8081)
-    os.close(first)
-    os.close(other)
-    os.close(take_lock(tmp_path, 8080))
+    with take_lock(tmp_path, 8080):
+        with pytest.raises(StartError, match=rf"8080.*pid {os.getpid()}"), take_lock(tmp_path, 8080):
+            pass
+        with take_lock(tmp_path, 8081):
+            assert locked_ports(tmp_path) == [8080, 8081]
+    with take_lock(tmp_path, 8080):
+        assert lock_holder(tmp_path, 8080) == os.getpid()
+    assert not list(tmp_path.iterdir())
 
 
 def test_lock_that_is_somebody_s_link_is_refused(tmp_path):
     (tmp_path / "sie-1.lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StartError, match="runtime_dir"):
-        take_lock(tmp_path, 1)
+    with pytest.raises(StartError, match="runtime_dir"), take_lock(tmp_path, 1):
+        pass
     assert not (tmp_path / "elsewhere").exists()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sie.supervisor.host_resources import make_runtime_dir, take_lock
+with make_runtime_dir(Path(sys.argv[1])) as path, take_lock(Path(sys.argv[1]), int(sys.argv[2])):
+    (path / "control").touch()
+    print(path, flush=True)
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_start_removes_what_killed_servers_left_and_nothing_else(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    killed, living = (
+        subprocess.Popen([*command, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for port in ("1", "2")
+    )
+    made = [Path(process.stdout.readline().strip()) for process in (killed, living)]
+    killed.communicate(timeout=WAIT_S)
+    others = [tmp_path / "run-of-others", tmp_path / "sie-notes.lock"]
+    others[0].mkdir()
+    (others[0] / "data").touch()
+    others[1].touch()
+    assert made[0].exists()
+    with make_runtime_dir(tmp_path) as path:
+        left = {*others, made[1], tmp_path / "sie-2.lock"}
+        assert set(tmp_path.iterdir()) == {*left, path}
+        assert list(made[1].iterdir())
+    living.communicate(timeout=WAIT_S)
+    assert set(tmp_path.iterdir()) == left
 
 
 def test_runtime_dir_is_private_and_fresh_each_time(tmp_path):
     with make_runtime_dir(tmp_path / "base") as first, make_runtime_dir(tmp_path / "base") as second:
         assert first != second
-        made = [Path(first), Path(second), tmp_path / "base"]
+        made = [first, second, tmp_path / "base"]
         assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 3
     assert not list((tmp_path / "base").iterdir())
 
@@ -120,17 +158,17 @@ def test_runtime_dir_is_private_and_fresh_each_time(tmp_path):
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 def test_runtime_dir_that_others_may_write_to_is_refused(tmp_path, mode):
     tmp_path.chmod(mode)
-    with pytest.raises(StartError, match=r"runtime_dir.*others"):
-        make_runtime_dir(tmp_path)
+    with pytest.raises(StartError, match=r"runtime_dir.*others"), make_runtime_dir(tmp_path):
+        pass
 
 
 def test_runtime_dir_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(StartError, match="another user"):
-        make_runtime_dir(tmp_path)
+    with pytest.raises(StartError, match="another user"), make_runtime_dir(tmp_path):
+        pass
 
 
 def test_runtime_dir_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StartError, match="runtime_dir"):
-        make_runtime_dir(tmp_path / "file")
+    with pytest.raises(StartError, match="runtime_dir"), make_runtime_dir(tmp_path / "file"):
+        pass

@@ -42,7 +42,7 @@ def test_entry_is_read_as_it_was_written():
     text = make_key()
     key = ApiKey(
         name="ingest", digest=digest_of(text), scopes=("infer", "admin"), requests_per_minute=60,
-        tokens_per_minute=5000, max_concurrent=2, weight=3,
+        tokens_per_minute=5000, max_concurrent=2, expires_s=1_800_000_000, weight=3,
     )  # fmt: skip
     assert parse_keys(render_entry(key), "f") == (key,)
     assert text not in render_entry(key)
@@ -55,7 +55,10 @@ def test_entry_is_read_as_it_was_written():
         ("key = []", "has no key"),
         ("nope", "TOML"),
         ("keys = 1\n" + entry(), "keys"),
-        (entry(more="expires = 3"), "expires"),
+        (entry(more="expires = 3"), "$.key[0].expires"),
+        (entry(more="expires = 2027-01-31"), "$.key[0].expires"),
+        (entry(more="expires = 2027-01-31T12:00:00"), "$.key[0].expires"),
+        (entry(more="expire = 2027-01-31T12:00:00Z"), "expire"),
         (entry(name="a b"), "$.key[0].name"),
         (entry(name=""), "$.key[0].name"),
         (entry(hash_="sie_plain-text-key"), "$.key[0].hash"),

@@ -28,7 +28,9 @@ class Door:
         self.now_ns = 1000 * S
         self.failures: list[str] = []
         self.pages = pages or [CounterPage.create(1 << 16)]
-        self.access = Access(self.pages, self.failures.append, now_ns=lambda: self.now_ns, **options)
+        self.access = Access(
+            self.pages, self.failures.append, now_ns=lambda: self.now_ns, unix_s=lambda: self.now_ns / S, **options
+        )
         if keys:
             self.access.replace(Keys(keys, SECRET))
 
@@ -308,3 +310,21 @@ def test_ticket_of_another_server_or_of_a_key_that_is_gone_opens_nothing():
     door.access.replace(Keys((key("b", "secret-b", ("metrics",)),), SECRET))
     with pytest.raises(Unauthorized):
         door.access.admit_watcher({}, f"ticket={ticket}", "metrics")
+
+
+def test_a_key_is_refused_from_its_expiry_on_and_its_watchers_and_tickets_too():
+    door = Door(key(expires_s=1010, scopes=("infer", "metrics")))
+    headers = {"x-api-key": "secret-a"}
+    watches = door.access.admit_watcher(headers, "", "metrics")
+    ticket = door.access.make_ticket(door.enter())
+    door.now_ns = 1010 * S - 1
+    door.enter()
+    assert watches()
+    door.now_ns = 1010 * S
+    assert not watches()
+    for admit in (door.enter, lambda: door.access.admit_watcher({}, f"ticket={ticket}", "metrics")):
+        with pytest.raises(Unauthorized, match="API key 'a' expired at 1970-01-01T00:16:50Z"):
+            admit()
+    assert door.failures == ["expired", "expired"]
+    door.access.replace(Keys((key(expires_s=2000),), SECRET))
+    door.enter()
