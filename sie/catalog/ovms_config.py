@@ -96,7 +96,7 @@ def read_ovms_config(path: Path) -> list[OvmsModel]:
 
 def _read(path: Path, config: dict[str, Any]) -> OvmsModel:
     named = msgspec.convert(config, _Named)
-    refused = [field for field in config.keys() - _IGNORED if config[field] not in _NEUTRAL.get(field, ())]
+    refused = [field for field in config.keys() - _IGNORED if not _is_neutral(field, config[field])]
     if config.get("stateful"):
         refused.append("stateful")
     reason = f"{min(refused)} is not supported" if refused else "" if named.base_path else "base_path is missing"
@@ -106,6 +106,12 @@ def _read(path: Path, config: dict[str, Any]) -> OvmsModel:
         return OvmsModel(named.name, reason=not_loaded(named.name, f"{path.name}: {reason}"))
     base = str((path.parent / named.base_path).absolute())
     return OvmsModel(named.name, base, _policy_of(named.model_version_policy))
+
+
+def _is_neutral(field: str, value: Any) -> bool:
+    """Whether a field asks for what happens anyway; shapes may be given for each input by its name."""
+    values = list(value.values()) if field == "shape" and isinstance(value, dict) else [value]
+    return all(one in _NEUTRAL.get(field, ()) for one in values)
 
 
 def _policy_of(policy: _Policy | None) -> ModelPolicy | None:

@@ -75,7 +75,7 @@ class KServeGrpc:
             call = infer_protobuf.decode_infer(parsed, model, rule, max_values)
             return call.request, partial(infer_protobuf.encode_infer, call, is_final=is_final)
 
-        return self.service.tensors.answer(exchange, name, version, decode, len(parsed.rest))
+        return self.service.tensors.answer(exchange, name, version, decode, parsed.nbytes)
 
 
 # --- other methods: from the service, the exchange and a message to the fields of the reply ------------------------------

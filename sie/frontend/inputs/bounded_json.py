@@ -3,8 +3,8 @@
 The bounds, and why Python code does not scan the bytes of an ordinary body:
 - Typed decoding skips unknown fields without building them. Free-form fields are `msgspec.Raw` (a view). So only typed
   lists and structs take memory.
-- msgpack gives a list's length before its elements, and `max_length` rejects it there. A scan of msgpack is not
-  possible without a second decoder, because the bytes of a text look like headers.
+- msgpack gives a list's length before its elements, and `max_length` rejects it there. The values of a large body are
+  counted one by one, since the bytes of a text look like headers; large bodies have few values for their size.
 - JSON does not give lengths. 24 MB of `{}` items take 2.8 s and 834 MiB to decode before `max_length` is checked. So
   brackets and commas are counted first, with `bytes.count` and numpy, at memory speed.
 - Depth: JSON over max_depth is rejected before decoding. msgspec stops at about 1,000 levels with RecursionError
@@ -26,14 +26,14 @@ import msgspec
 import numpy as np
 
 from sie.frontend.inputs.json_parts import QUOTE, STEP, decode_json, pieces, structure_places
-from sie.frontend.inputs.msgpack_parts import decode_msgpack
+from sie.frontend.inputs.msgpack_parts import decode_msgpack, has_more_values
 from sie.values.choices import with_choices
 from sie.values.errors import BadRequest
 
 MAX_CONTAINERS = 65_536 + 64
 """Most maps and lists in a JSON body: one for each item at the highest setting, and some around them."""
 MAX_VALUES = 1_000_000
-"""Most list elements and map entries in a JSON body; a decoded integer takes 36 bytes."""
+"""Most list elements and map entries in a JSON body, and values in a msgpack body; a decoded integer takes 36 bytes."""
 MAX_FREE_FORM_BYTES = 64 * 1024
 """Most bytes of a field without a fixed type (`options`) that is decoded to Python objects."""
 
@@ -110,11 +110,15 @@ def check_utf8(body: bytes) -> None:
 
 
 def decode_typed(decoder: Decoder[_T], body: bytes) -> _T:
-    """Decode a body. Every msgspec error becomes BadRequest with its text, which contains the path and any choices."""
+    """Decode a body. Every msgspec error becomes BadRequest with its text, which contains the path and any choices.
+
+    Raises BadRequest for a msgpack body with more than MAX_VALUES. `check_json` counts those of JSON.
+    """
+    is_json = isinstance(decoder, msgspec.json.Decoder)
+    if not is_json and has_more_values(body, MAX_VALUES):
+        raise BadRequest(f"The msgpack body must hold at most {MAX_VALUES} values")
     try:
-        if isinstance(decoder, msgspec.json.Decoder):
-            return decode_json(decoder, body)
-        return decode_msgpack(decoder, body)
+        return decode_json(decoder, body) if is_json else decode_msgpack(decoder, body)
     except msgspec.DecodeError as exc:
         raise BadRequest(with_choices(exc, decoder.type)) from None
     except UnicodeDecodeError:

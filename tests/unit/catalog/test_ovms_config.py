@@ -48,8 +48,17 @@ def test_a_model_is_served_under_its_name_from_its_directory(folder: Path, polic
 
 
 @pytest.mark.parametrize(
+    "shape", ["auto", {"INPUT0": "auto"}, {"INPUT0": "auto", "INPUT1": "auto"}, {}], ids=["all", "one", "each", "none"]
+)
+def test_shapes_that_the_models_file_decides_are_taken(folder: Path, shape: Any):
+    (found,) = find_models(write(folder, {"name": "m", "base_path": "elsewhere/files", "shape": shape}))
+    assert (found.versions, found.reason) == (("3",), "")
+
+
+@pytest.mark.parametrize(
     ("entry", "reason"),
     [
+        ({"base_path": "elsewhere/files", "shape": {"x": "auto", "y": "(1,2)"}}, "config.json: shape is not supported"),
         ({"base_path": "elsewhere/files", "shape": "(1,2)"}, "config.json: shape is not supported"),
         ({"base_path": "elsewhere/files", "batch_size": 4}, "config.json: batch_size is not supported"),
         ({"base_path": "elsewhere/files", "layout": "NHWC"}, "config.json: layout is not supported"),

@@ -11,11 +11,16 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, classes_of, cut_text, ranked, stores_of
-from sie.frontend.dialects.kserve.protobuf_wire import BYTES, MAX_FIELDS, append_bytes, cut_views, parse, wire_fields
+from sie.frontend.dialects.kserve.protobuf_wire import (
+    BYTES,
+    UNCHECKED_BYTES,
+    append_bytes,
+    cut_views,
+    parse,
+    wire_fields,
+)
+from sie.frontend.dialects.kserve.typed_contents import cut_contents, pieces_of, read_typed
 from sie.frontend.tensors.parameters import (
     EMPTY_FINAL_RESPONSE,
     check_sequence,
@@ -26,13 +31,10 @@ from sie.frontend.tensors.parameters import (
     unsigned,
 )
 from sie.proto import message_class
-from sie.values.bytes_tensor import frame_elements
 from sie.values.errors import BadRequest
-from sie.values.tensor import DATATYPES, RegionPart, Tensor, TensorReply, TensorRequest, TensorRule
+from sie.values.tensor import RegionPart, Tensor, TensorReply, TensorRequest, TensorRule
 
 FINAL_RESPONSE: Final = "triton_final_response"
-_INPUTS: Final = 5
-_OUTPUTS: Final = 6
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
 _INFER_RESPONSE: Final = 2
@@ -46,13 +48,6 @@ _WRAPPED: Final = 1 << 63
 _MAX_CACHED_BYTES: Final = 2048
 """Longer requests are not cached, because the caches hold hundreds of entries."""
 _MAX_CACHED_OUTPUTS: Final = 16
-_TYPED: Final = {
-    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
-    "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
-    "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
-}  # fmt: skip
-_PIECE: Final = 1 << 14
-_NARROW: Final = frozenset({"INT8", "INT16", "UINT8", "UINT16"})
 _REQUEST: Final = message_class("kserve", "inference.ModelInferRequest")
 _RESPONSE: Final = message_class("kserve", "inference.ModelInferResponse")
 
@@ -60,12 +55,15 @@ _RESPONSE: Final = message_class("kserve", "inference.ModelInferResponse")
 class InferMessage(NamedTuple):
     """A parsed ModelInferRequest: its bytes without the raw contents, the message in them, and the raw contents.
 
-    Requests that differ only in their tensors share the message, so nothing may change it.
+    Requests that differ only in their tensors share the message, so nothing may change it. contents has the typed contents
+    of each input of a large request, whose message has none. nbytes is the size without the raw contents.
     """
 
     rest: bytes
     message: Any
     raw: list[memoryview]
+    contents: list[list[memoryview]] | None
+    nbytes: int
 
 
 def cut_raw(data: bytes) -> tuple[bytes, list[memoryview]]:
@@ -84,19 +82,11 @@ def id_of(data: bytes) -> str:
 
 def parse_infer(rest: bytes, raw: list[memoryview]) -> InferMessage:
     """Return the message whose parts `cut_raw` returned. Raises BadRequest if rest is malformed."""
-    _check_tensors(rest)
-    return InferMessage(rest, (_parse if _is_cacheable(rest, raw) else _parse.__wrapped__)(rest), raw)
-
-
-def _check_tensors(rest: bytes) -> None:
-    """Raise MalformedMessage for tensors with too many fields together, such as parameters; typed elements are one field."""
-    left = MAX_FIELDS
-    if len(rest) <= 2 * left:  # a field has two bytes or more
-        return
-    view = memoryview(rest)
-    for field in wire_fields(view):
-        if field.number in (_INPUTS, _OUTPUTS) and field.wire_type == BYTES:
-            left -= sum(1 for _ in wire_fields(view[field.value_start : field.end], left))
+    nbytes, contents = len(rest), None
+    if nbytes > UNCHECKED_BYTES:
+        rest, contents = cut_contents(rest)
+    message = (_parse if _is_cacheable(rest, raw) else _parse.__wrapped__)(rest)
+    return InferMessage(rest, message, raw, contents, nbytes)
 
 
 def _is_cacheable(rest: bytes, raw: list[memoryview]) -> bool:
@@ -125,14 +115,15 @@ class _Form(NamedTuple):
 
 def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values: int) -> InferCall:
     """Return the request. model is the hosted id; max_values limits the typed elements. Raises BadRequest."""
-    rest, message, raw = parsed
+    rest, message, raw, contents, _ = parsed
     form = _cached_form(rest) if _is_cacheable(rest, raw) else _form_of(message)
     inputs: list[Tensor] = []
     if raw:
         inputs = _raw_inputs(form, raw, rule.name)
     else:
-        for item, part in zip(message.inputs, form.parts, strict=True):
-            data = _typed(item, max_values) if part is None else memoryview(b"")
+        for index, (item, part) in enumerate(zip(message.inputs, form.parts, strict=True)):
+            pieces = [item.contents] if contents is None else pieces_of(contents[index])
+            data = read_typed(item, pieces, max_values) if part is None else memoryview(b"")
             inputs.append(Tensor(item.name, item.datatype, tuple(item.shape), data, part))
             max_values -= prod(item.shape) if part is None else 0
     request = TensorRequest(
@@ -187,54 +178,6 @@ def _raw_inputs(form: _Form, raw: Sequence[memoryview], model: str) -> list[Tens
         Tensor(*item, next(views) if part is None else memoryview(b""), part)
         for item, part in zip(form.inputs, form.parts, strict=True)
     ]
-
-
-def _typed(item: Any, max_values: int) -> memoryview:
-    """Return the elements of an input's typed contents in the raw form."""
-    name, datatype = item.name, item.datatype
-    if datatype not in DATATYPES:
-        raise BadRequest(f"invalid datatype '{datatype[:32]}' for input {name}")
-    field = _TYPED.get(datatype)
-    if field is None:
-        if item.HasField("contents"):
-            raise BadRequest(f"input '{name}' of datatype {datatype} must be sent in raw_input_contents")
-        return memoryview(b"")
-    contents = item.contents
-    for other, _ in contents.ListFields():
-        if other.name != field:
-            raise BadRequest(f"input '{name}' of datatype {datatype} must be sent in {field}, not in {other.name}")
-    values = getattr(contents, field)
-    count = prod(item.shape)
-    if any(size < 0 for size in item.shape) or len(values) != count:
-        raise BadRequest(
-            f"Shape does not match true shape of '{field}': input '{name}' has {len(values)} elements and its shape is "
-            f"{list(item.shape)[:32]}"
-        )
-    if count > max_values:
-        raise BadRequest(
-            f"the typed elements of a request are over max_tensor_values; send '{name}' in raw_input_contents"
-        )
-    if datatype == "BYTES":
-        return memoryview(frame_elements(values))
-    return memoryview(_packed(values, name, datatype))
-
-
-def _packed(values: Any, name: str, datatype: str) -> bytes:
-    dtype = np.dtype(DATATYPES[datatype])
-    if datatype not in _NARROW:
-        return _array_of(values, dtype).tobytes()
-    wide, bounds = _array_of(values, np.dtype(np.int64)), np.iinfo(dtype)
-    if wide.size and (wide.min() < bounds.min or wide.max() > bounds.max):
-        raise BadRequest(f"a value of input '{name}' does not fit into {datatype}")
-    return wide.astype(dtype).tobytes()
-
-
-def _array_of(values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return typed elements as an array, a piece at a time: other threads run between two pieces."""
-    array = np.empty(len(values), dtype)
-    for start in range(0, len(values), _PIECE):
-        array[start : start + _PIECE] = values[start : start + _PIECE]
-    return array
 
 
 def _wanted(outputs: Sequence[Any]) -> tuple[Wanted, ...]:

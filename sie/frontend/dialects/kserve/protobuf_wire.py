@@ -20,6 +20,8 @@ _MAX_VARINT_BYTES: Final = 10
 _MAX_FIELD: Final = (1 << 29) - 1
 MAX_FIELDS: Final = 16_384
 """Fields of one message. Python reads them one by one: eight million empty ones held the event loop for seconds."""
+UNCHECKED_BYTES: Final = 2 * MAX_FIELDS
+"""A message up to this size has no more than MAX_FIELDS, because a field has two bytes or more."""
 
 
 class MalformedMessage(BadRequest):
@@ -42,13 +44,13 @@ def wire_fields(data: bytes | memoryview, max_fields: int = MAX_FIELDS) -> Itera
     while position < len(data):
         max_fields -= 1
         if max_fields < 0:
-            raise _too_many()
-        field = _field(data, position)
+            raise too_many_fields()
+        field = wire_field(data, position)
         yield field
         position = field.end
 
 
-def _field(data: bytes | memoryview, start: int) -> WireField:
+def wire_field(data: bytes | memoryview, start: int) -> WireField:
     """Return the field at start. Raises MalformedMessage."""
     tag = data[start]
     position = start + 1
@@ -95,7 +97,7 @@ def cut_views(data: bytes, number: int) -> tuple[bytes, list[memoryview]]:
     while position < size:
         num_left -= 1
         if num_left < 0:
-            raise _too_many()
+            raise too_many_fields()
         # Fast path: most fields are short bytes fields, and `_field` costs more for each.
         if size - position > 1 and data[position] & 0x87 == BYTES and data[position] > 7 and data[position + 1] < 0x80:
             start, value_start = position, position + 2
@@ -104,7 +106,7 @@ def cut_views(data: bytes, number: int) -> tuple[bytes, list[memoryview]]:
                 raise MalformedMessage("the message is truncated, or has a field without a number")
             is_wanted = data[start] == tag
         else:
-            field = _field(data, position)
+            field = wire_field(data, position)
             start, value_start, position = field.start, field.value_start, field.end
             is_wanted = field.number == number and field.wire_type == BYTES
         if is_wanted:
@@ -123,18 +125,31 @@ def parse_with_views(cls: type[Any], data: bytes, number: int) -> tuple[Any, lis
     return parse(cls, rest), values
 
 
-def parse(cls: type[Any], data: bytes) -> Any:
-    """Return the message in data. Raises MalformedMessage."""
-    if len(data) > 2 * MAX_FIELDS:  # a field has two bytes or more
-        for _ in wire_fields(data):
-            pass
+def parse(cls: type[Any], data: bytes | memoryview) -> Any:
+    """Return the message in data. Raises MalformedMessage, also for too many fields and numbers, those of its parts included."""
+    if len(data) > UNCHECKED_BYTES:
+        _check_fields(memoryview(data), cls.DESCRIPTOR, MAX_FIELDS)
     try:
         return cls.FromString(data)
     except DecodeError as error:
         raise MalformedMessage(f"the message is not a {cls.DESCRIPTOR.name}: {error}") from None
 
 
-def _too_many() -> MalformedMessage:
+def _check_fields(data: memoryview, kind: Any, left: int) -> int:
+    """Return how many fields may follow those of a message of a kind. Eight bytes of packed numbers count as one."""
+    for field in wire_fields(data, left):
+        left -= 1
+        known = kind.fields_by_number.get(field.number) if field.wire_type == BYTES else None
+        if known is not None and known.message_type is not None:
+            left = _check_fields(data[field.value_start : field.end], known.message_type, left)
+        elif known is not None and known.type not in (known.TYPE_STRING, known.TYPE_BYTES):
+            left -= (field.end - field.value_start) // 8
+        if left < 0:
+            raise too_many_fields()
+    return left
+
+
+def too_many_fields() -> MalformedMessage:
     return MalformedMessage("the message has too many fields")
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from sie.frontend.dialects.native import encode, extract, score
 from sie.frontend.inputs import msgpack_parts
 from sie.frontend.inputs.bounded_json import decode_typed
-from sie.frontend.inputs.msgpack_parts import decode_msgpack
+from sie.frontend.inputs.msgpack_parts import decode_msgpack, has_more_values
+from sie.values.errors import BadRequest
 from tests.unit.frontend.inputs.test_json_parts import longest_turn_s
 
 pack = msgspec.msgpack.encode
@@ -91,6 +92,47 @@ def test_a_damaged_body_is_refused_as_a_whole_one_is(value: Any, data: st.DataOb
 def test_a_fault_is_named_as_in_a_whole_body(body: Any):
     assert outcome(in_parts, pack(body)) == outcome(DECODER.decode, pack(body))
     assert isinstance(outcome(in_parts, pack(body))[0], type)
+
+
+def count(value: Any) -> int:
+    """Return the number of values, lists and maps included."""
+    if isinstance(value, dict):
+        return 1 + sum(map(count, value)) + sum(map(count, value.values()))
+    return 1 + sum(map(count, value)) if isinstance(value, list) else 1
+
+
+_COUNTED = st.recursive(
+    st.none() | st.booleans() | st.text(max_size=40) | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=300)
+    | st.builds(msgspec.msgpack.Ext, st.integers(-128, 127), st.binary(max_size=20)),
+    lambda one: st.lists(one, max_size=20) | st.dictionaries(st.text(max_size=40), one, max_size=20),
+)  # fmt: skip
+
+
+@given(_COUNTED)
+def test_the_values_of_a_body_are_counted(value: Any):
+    body, num_values = pack(value), count(value)
+    assert not has_more_values(body, num_values)
+    assert has_more_values(body, num_values - 1)
+
+
+@pytest.mark.parametrize("value", ["a" * 70_000, b"a" * 70_000, [0] * 70_000, dict.fromkeys(map(str, range(70_000)))])
+def test_the_values_of_a_large_body_are_counted(value: Any):
+    assert not has_more_values(pack(value), count(value))
+    assert has_more_values(pack(value), count(value) - 1)
+
+
+@given(st.binary(max_size=50), st.integers(0, 60))
+def test_no_bytes_have_more_values_than_bytes(body: bytes, most: int):
+    assert not has_more_values(body, most) or most < len(body)
+
+
+@pytest.mark.parametrize("decoder", [encode._FROM_MSGPACK, score._FROM_MSGPACK, extract._FROM_MSGPACK])
+def test_countless_values_are_refused_wherever_they_are(decoder: msgspec.msgpack.Decoder[Any]):
+    many, few = [0] * 1_000_001, [0] * 999_000
+    for place in ({"more": many}, {"items": [{"more": many}]}, {"params": {"options": {"x": many}}}):
+        with pytest.raises(BadRequest, match="must hold at most 1000000 values"):
+            decode_typed(decoder, pack({"query": {}, "items": [{"text": "a"}]} | place))
+    assert decode_typed(decoder, pack({"query": {}, "items": [{"text": "a"}], "more": few})).items[0].text == "a"
 
 
 @pytest.mark.timing

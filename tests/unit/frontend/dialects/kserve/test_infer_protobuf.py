@@ -17,6 +17,7 @@ from sie.values.bytes_tensor import frame_elements
 from sie.values.errors import BadRequest
 from sie.values.inference import Timing
 from sie.values.tensor import DATATYPES, RegionPart, Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
+from tests.unit.frontend.inputs.test_json_parts import longest_turn_s
 
 REQUEST = message_class("kserve", "inference.ModelInferRequest")
 RESPONSE = message_class("kserve", "inference.ModelInferResponse")
@@ -183,6 +184,77 @@ def test_countless_parameters_of_tensors_are_refused_before_they_are_read(monkey
         message.inputs[0].parameters[f"p{number}"].int64_param = number
     monkeypatch.setattr(infer_protobuf, "parse", None)
     assert "too many fields" in refusal(message)
+
+
+@pytest.mark.parametrize("datatype", [*TYPED, "BYTES"])
+def test_typed_elements_of_a_large_request_are_those_of_its_message(datatype: str):
+    """They come packed and one by one, in two parts that are merged, and with strings of all lengths."""
+    field, values = TYPED.get(datatype, ("bytes_contents", [b"", b"ab", b"c" * 127, b"d" * 128, b"e" * 70_000]))
+    message = asking(datatype, (30_000 * len(values),), **{field: values * 10_000})
+    unpacked = b"".join(infer_protobuf.append_bytes(b"", 5, [one_by_one(field, values * 1000)]) for _ in range(2))
+    message.inputs.add().CopyFrom(asking(datatype, (1000 * len(values) * 2,)).inputs[0])
+    message.inputs[0].contents.MergeFrom(message.inputs[0].contents)
+    message.inputs[0].shape[:] = [len(getattr(message.inputs[0].contents, field))]
+    tensors = [message.inputs[0].SerializeToString(), message.inputs[1].SerializeToString() + unpacked]
+    message.ClearField("inputs")
+    data = infer_protobuf.append_bytes(message.SerializeToString(), 5, tensors)
+    parsed = infer_protobuf.parse_infer(*infer_protobuf.cut_raw(data))
+    found = infer_protobuf.decode_infer(parsed, "m/versions/3", RULE, 1 << 20).request.inputs
+    pack = frame_elements if datatype == "BYTES" else lambda every: np.array(every, DATATYPES[datatype]).tobytes()
+    assert [
+        bytes(tensor.data) == pack(values * times) for tensor, times in zip(found, (20_000, 2000), strict=True)
+    ] == [True] * 2
+
+
+def one_by_one(field: str, values: list[Any]) -> bytes:
+    """Return typed contents whose elements are not packed."""
+    contents = message_class("kserve", "inference.InferTensorContents")
+    number = contents.DESCRIPTOR.fields_by_name[field].number
+    parts: list[bytes] = []
+    for value in values:
+        packed = contents(**{field: [value]}).SerializeToString()
+        wire_type = {6: 5, 7: 1}.get(number, 0)
+        parts.append(packed if number == 8 else bytes([number << 3 | wire_type]) + packed[2:])
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("contents", "shape", "reason"),
+    [
+        ({"bytes_contents": [b"x"] * 40_000}, (40_001,), "has 40000 elements and its shape is"),
+        ({"bytes_contents": [b"x"] * 90_000}, (40_000,), "elements or more and its shape is"),
+        ({"bytes_contents": [b"x"] * 90_000}, (90_000,), "over max_tensor_values"),
+        ({"bytes_contents": [b"x"] * 40_000, "int_contents": [1]}, (40_000,), "not in int_contents"),
+    ],
+)  # fmt: skip
+def test_a_fault_in_a_large_request_is_named(contents: dict[str, Any], shape: tuple[int, ...], reason: str):
+    assert reason in refusal(asking("BYTES", shape, **contents), max_values=50_000)
+    raw = asking("BYTES", shape, raw=[b""], **contents)
+    assert "contents field must not be specified" in refusal(raw, max_values=50_000)
+
+
+@pytest.mark.parametrize(
+    "tensor", [{"shape": [1] * 200_000}, {"shape": [20_000]}], ids=["sizes", "numbers that are not packed"]
+)  # fmt: skip
+def test_countless_numbers_are_refused(tensor: dict[str, Any]):
+    unpacked = b"" if len(tensor["shape"]) > 1 else infer_protobuf.append_bytes(b"", 5, [b"\x10\0" * 20_000])
+    message = REQUEST(inputs=[{"name": "x", "datatype": "INT32"} | tensor]).inputs[0].SerializeToString() + unpacked
+    data = infer_protobuf.append_bytes(b"", 5, [message])
+    with pytest.raises(MalformedMessage, match="too many fields"):
+        infer_protobuf.decode_infer(infer_protobuf.parse_infer(data, []), "m", RULE, 50_000)
+
+
+@pytest.mark.timing
+def test_countless_empty_strings_let_other_threads_run():
+    data = asking("BYTES", (1_000_000,), bytes_contents=[b""] * 1_000_000).SerializeToString()
+
+    def decode() -> InferCall:
+        return infer_protobuf.decode_infer(infer_protobuf.parse_infer(data, []), "m", RULE, 1_000_000)
+
+    whole_s, parts_s = (
+        min(longest_turn_s(read) for _ in range(2)) for read in (lambda: REQUEST.FromString(data), decode)
+    )
+    assert parts_s < whole_s / 2
 
 
 def test_typed_elements_of_several_pieces_keep_their_places():
