@@ -190,7 +190,14 @@ def test_wrong_method_has_the_envelope_of_the_routes_api(server, path, code):
 
 @pytest.mark.parametrize(
     ("path", "status"),
-    [("/healthz", 200), ("/v1/models", 200), ("/v1/models/none", 404), ("/", 200), ("/v2/health/live", 200), ("/nothing", 404)],
+    [
+        ("/healthz", 200),
+        ("/v1/models", 200),
+        ("/v1/models/none", 404),
+        ("/", 200),
+        ("/v2/health/live", 200),
+        ("/nothing", 404),
+    ],
 )
 def test_head_is_answered_as_get_without_the_body(server, path, status):
     with connect(server.port) as sock:

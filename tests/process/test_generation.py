@@ -551,7 +551,9 @@ def test_silence_is_filled_with_comments(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXTS, "/v1/responses", "/v1/messages"])
-@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "regex", "prompt_logprobs", "allowed_token_ids"])
+@pytest.mark.parametrize(
+    "field", ["guided_json", "structured_outputs", "regex", "prompt_logprobs", "allowed_token_ids"]
+)
 def test_a_field_of_another_server_is_not_ignored(server: Server, path: str, field: str) -> None:
     body: dict[str, Any] = {"input": "x"} if path == "/v1/responses" else {"messages": HELLO, "prompt": "x"}
     refused = post_json(server.port, path, {**body, "max_tokens": 1, field: {"regex": "a"}})

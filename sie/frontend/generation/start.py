@@ -233,7 +233,9 @@ def check_request(request: GenerateRequest, settings: Generation) -> None:
         if count > limit:
             raise BadRequest(f"Field '{field}' is over {setting} ({limit})", extras={"param": field})
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-        raise wrong("min_tokens", f"is {request.min_tokens}, but an answer may have {request.max_tokens} tokens at most")
+        raise wrong(
+            "min_tokens", f"is {request.min_tokens}, but an answer may have {request.max_tokens} tokens at most"
+        )
 
 
 def check_encoded(request: GenerateRequest, rule: GenerateRule) -> None:

@@ -163,7 +163,9 @@ def _read_result(block: BlockField, path: str, called: Container[str | None] | N
         raise wrong(f"{path}.content", f"must be a text or blocks: {with_choices(error, _ResultContent)}") from None
     text = join_text(content, f"{path}.content") if isinstance(content, list) else content
     if called is not None and block.tool_use_id not in called:
-        raise wrong(f"{path}.tool_use_id", f"is {block.tool_use_id[:80]!r}, but no 'tool_use' block before it has this id")
+        raise wrong(
+            f"{path}.tool_use_id", f"is {block.tool_use_id[:80]!r}, but no 'tool_use' block before it has this id"
+        )
     return ChatMessage(role="tool", content=text or "", tool_call_id=_call_id(block.tool_use_id))
 
 

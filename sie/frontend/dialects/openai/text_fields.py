@@ -40,15 +40,15 @@ _JSON_GRAMMARS: Final = ("json_schema", "llguidance")
 _JSON_ENDS: Final = ("/json", "+json")
 _FORM_ELSEWHERE: Final = "is another server's; use 'response_format' or 'grammar'"
 _STOPS_LEFT_OUT: Final = "is not served: a stop string is no part of the answer"
-_NO_TOKEN_IDS: Final = "is not served: answers have no token ids; use 'logprobs' for the bytes of each token"
+_WITHOUT_IDS: Final = "is not served: answers have no token ids; use 'logprobs' for the bytes of each token"
 _UNSERVED: Final = {
     "allowed_token_ids": "is not served; use 'grammar' or 'logit_bias'",
     "bad_words": "is not served; use 'logit_bias'",
     "include_stop_str_in_output": _STOPS_LEFT_OUT,
     "no_stop_trim": _STOPS_LEFT_OUT,
     "prompt_logprobs": "is not served; use 'echo' and 'logprobs' on /v1/completions",
-    "return_token_ids": _NO_TOKEN_IDS,
-    "return_tokens_as_token_ids": _NO_TOKEN_IDS,
+    "return_token_ids": _WITHOUT_IDS,
+    "return_tokens_as_token_ids": _WITHOUT_IDS,
     "skip_special_tokens": "must be true: special tokens are no part of the answer",
     "stop_regex": "is not served; use 'stop'",
     "truncate_prompt_tokens": "is not served; use 'truncate_sequence'",
@@ -105,7 +105,9 @@ class ForeignFields(AgentFields, kw_only=True):
     use_beam_search: Any = None
 
 
-_FOREIGN: Final = tuple(field for field in ForeignFields.__struct_fields__ if field not in AgentFields.__struct_fields__)
+_FOREIGN: Final = tuple(
+    field for field in ForeignFields.__struct_fields__ if field not in AgentFields.__struct_fields__
+)
 
 
 class SamplingFields(ForeignFields, kw_only=True):

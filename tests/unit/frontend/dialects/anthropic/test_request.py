@@ -204,7 +204,9 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"n": 2}, "'n' must be 1"), ({"stop": "x"}, "stop_sequences"), ({"logprobs": True}, "logprobs"),
+        ({"n": 2}, "'n' must be 1"),
+        ({"stop": "x"}, "stop_sequences"),
+        ({"logprobs": True}, "logprobs"),
         ({"stop_token_ids": [3]}, "stop_token_ids"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
