@@ -32,7 +32,9 @@ _MAX_SCRIPT_BYTES: Final = 100_000
 """A shell takes its script as one argument, which the kernel limits."""
 _MAX_READ_CHARS: Final = 65_536
 _SHELL_CHARS: Final = 4096
-_LOST: Final = "An earlier call was ended in its middle, so this is a new Python session, without the variables of earlier calls"
+_LOST: Final = (
+    "An earlier call was ended in its middle, so this is a new Python session, without the variables of earlier calls"
+)
 _MAX_PICTURE_CHARS: Final = 48 << 20
 """The pictures of one call, in base64. The interpreter keeps to less, but its code may answer in its place."""
 _to_json: Final = msgspec.json.Encoder().encode
