@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from sie.supervisor.host_resources import locked_ports
+from sie.runtime.server_locks import locked_ports
 
 _TIMEOUT_S: Final = 2.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def make_runtime_dir(base: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        _remove_run(path)
+        shutil.rmtree(path, ignore_errors=True)  # the agent process has its socket in it, too
         os.close(fd)
 
 

@@ -104,6 +104,7 @@ class Desk:
         self.process: Any = SimpleNamespace(
             settings=rig.settings, models=models, engine=engine, tensors=tensors, encoder=encoder, scorer=scorer,
             extractor=Extractor(engine, models, limits, pool, images), adapters=None, access=None, host_check=None, tracing=None,
+            remote=None,
             bodies=None, requests=set(), is_draining=False, timeout_ns=lambda _wanted: FAR_NS // 2,
             check_accepting=lambda: None, check_placement=lambda _exchange: None, watch_client=lambda *_: None,
             decode_pool=pool, encoding=asyncio.Semaphore(2),
