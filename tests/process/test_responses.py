@@ -172,7 +172,7 @@ def test_queries_and_methods_that_are_not_served(server: Server, client: openai.
         answer = httpx.get(f"{one}?{query}", timeout=WAIT_S)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     wrong = httpx.put(one, timeout=WAIT_S)
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, DELETE")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, DELETE, HEAD")
     assert wrong.headers["x-request-id"].startswith("req_")
     assert httpx.post(f"{one}/cancel", timeout=WAIT_S).json()["error"]["code"] == "response_ended"
 
