@@ -137,8 +137,8 @@ def test_extension_type_in_a_schema_is_refused():
     assert refusal(resolve, output_schema=schema) == expected
 
 
-def test_schema_of_a_million_empty_maps_is_refused_before_it_is_decoded():
-    schema = {"a": [{}] * 1_000_000}
+def test_schema_of_very_many_empty_maps_is_refused_before_it_is_decoded():
+    schema = {"a": [{}] * 900_000}  # fewer than a whole body may hold
     tracemalloc.start()
     try:
         message = refusal(decode_encoded, encode_body(schema))
