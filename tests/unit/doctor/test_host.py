@@ -115,7 +115,7 @@ def test_models_from_the_hub_want_more_room(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_port_is_free_taken_or_this_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host, "SERVICE_DIRECTORY", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr("sie.runtime.server_locks.SERVICE_DIRECTORY", str(tmp_path / "elsewhere"))
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]

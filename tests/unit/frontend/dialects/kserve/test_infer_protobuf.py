@@ -246,10 +246,10 @@ def test_countless_numbers_are_refused(tensor: dict[str, Any]):
 
 @pytest.mark.timing
 def test_countless_empty_strings_let_other_threads_run():
-    data = asking("BYTES", (1_000_000,), bytes_contents=[b""] * 1_000_000).SerializeToString()
+    data = asking("BYTES", (4_000_000,), bytes_contents=[b""] * 4_000_000).SerializeToString()
 
     def decode() -> InferCall:
-        return infer_protobuf.decode_infer(infer_protobuf.parse_infer(data, []), "m", RULE, 1_000_000)
+        return infer_protobuf.decode_infer(infer_protobuf.parse_infer(data, []), "m", RULE, 4_000_000)
 
     whole_s, parts_s = (
         min(longest_turn_s(read) for _ in range(2)) for read in (lambda: REQUEST.FromString(data), decode)
