@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from typing import Final
 from sie.config.sections import Memory
 from sie.runtime.server_locks import lock_holder, lock_name
 
-CONTROL_NAME: Final = "control"
-"""The control socket in the directory of a run."""
 _RUN_PREFIX: Final = "run-"
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _CORES_PER_FRONTEND = 4
@@ -28,7 +25,7 @@ class StartError(Exception):
 
 @contextmanager
 def make_runtime_dir(base: Path) -> Iterator[Path]:
-    """Create a private directory (0700) under base for this run's control socket, and remove it at the end.
+    """Create a private directory (0700) under base for this run's sockets, and remove it at the end.
 
     It is locked meanwhile. Directories and lock files without such a lock belong to servers that were killed, and are
     removed first. Raises StartError if base cannot be used or if other users can write to it: they could pose as the server.
@@ -46,7 +43,7 @@ def make_runtime_dir(base: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)  # the agent process has its socket in it, too
+        _remove_run(path)
         os.close(fd)
 
 
@@ -75,9 +72,11 @@ def _remove_remains(base: Path) -> None:
 
 
 def _remove_run(path: Path) -> None:
-    """Remove the directory of a run. One with other files than a run's stays."""
+    """Remove the directory of a run, which holds sockets alone. One with other files stays."""
     with suppress(OSError):
-        (path / CONTROL_NAME).unlink(missing_ok=True)
+        for entry in path.iterdir():
+            if entry.is_socket():
+                entry.unlink()
         path.rmdir()
 
 

@@ -30,7 +30,6 @@ from sie.supervisor.children import Children
 from sie.supervisor.configured_models import Models
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.history import LoadHistory
-from sie.supervisor.host_resources import CONTROL_NAME
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Listener
 from sie.supervisor.loads import Loads
@@ -158,7 +157,7 @@ class Supervisor:
                 num_children, share, self._settings.limits.max_body_bytes,
             )  # fmt: skip
         return messages.Launch(
-            control_path=str(self._runtime_dir / CONTROL_NAME),
+            control_path=str(self._runtime_dir / "control"),
             supervisor_pid=os.getpid(),
             role="worker",
             slot=0,

@@ -115,11 +115,12 @@ def test_lock_that_is_somebody_s_link_is_refused(tmp_path):
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, stat, sys
 from pathlib import Path
 from sie.supervisor.host_resources import make_runtime_dir, take_lock
 with make_runtime_dir(Path(sys.argv[1])) as path, take_lock(Path(sys.argv[1]), int(sys.argv[2])):
-    (path / "control").touch()
+    for name in ("control", "agents"):
+        os.mknod(path / name, stat.S_IFSOCK | 0o600)
     print(path, flush=True)
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGKILL)
