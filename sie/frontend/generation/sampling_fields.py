@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -56,6 +57,13 @@ def write_sampling(fields: SamplingNumbers, request: GenerateRequest) -> None:
 def wrong(field: str, reason: str) -> BadRequest:
     """Return the error for a field with a wrong value; reason follows the field's name."""
     return BadRequest(f"Field '{field}' {reason}", extras={"param": field})
+
+
+def refuse_set(body: msgspec.Struct, reasons: Mapping[str, str]) -> None:
+    """Raise BadRequest for the first of these fields that is neither null nor false nor empty."""
+    for field, reason in reasons.items():
+        if getattr(body, field):
+            raise wrong(field, reason)
 
 
 def read_stop(stop: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.openai.mcp_tools import McpFields, read_mcp_choice
 from sie.frontend.dialects.openai.search_fields import Domains, search_rule
 from sie.frontend.dialects.openai.text_fields import SamplingFields, decode_body, read_grammar, read_sampling_fields
-from sie.frontend.generation.sampling_fields import Number, read_stop, wrong
+from sie.frontend.generation.sampling_fields import Number, read_stop, refuse_set, wrong
 from sie.values.agent import AgentTask, McpChoice, SearchRule, SkillReference
 from sie.values.errors import BadRequest
 from sie.values.generate import ChatMessage, GenerateRequest, Grammar, Tool, ToolChoice
@@ -130,9 +130,7 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     """Return the request in a body. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
     skills = _read_container(call.container)
-    for field, reason in _UNSERVED.items():
-        if getattr(call, field):
-            raise wrong(field, reason)
+    refuse_set(call, _UNSERVED)
     if call.n not in (None, 1):
         raise wrong("n", "must be 1: an answer is one message")
     if call.thread is not None:

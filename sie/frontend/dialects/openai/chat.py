@@ -26,7 +26,7 @@ from sie.frontend.dialects.openai.text_fields import (
     usage_object,
     wants_usage,
 )
-from sie.frontend.generation.sampling_fields import Count, Number, wrong
+from sie.frontend.generation.sampling_fields import Count, Number, refuse_set, wrong
 from sie.values.generate import (
     ChatMessage,
     Finished,
@@ -150,9 +150,7 @@ def _refuse_unserved(call: ChatBody) -> None:
     for field, reason in _UNSERVED.items():
         if getattr(call, field) is not None:
             raise wrong(field, reason)
-    for field, reason in _UNSERVED_IF_ON.items():
-        if getattr(call, field):
-            raise wrong(field, reason)
+    refuse_set(call, _UNSERVED_IF_ON)
     if call.verbosity not in (None, "medium"):
         raise wrong("verbosity", "is not served; leave it out, or give 'medium'")
     if call.modalities is not None and call.modalities != ["text"]:

@@ -19,7 +19,16 @@ from msgspec import Meta
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai import embeddings
 from sie.frontend.dialects.openai.agent_fields import AgentFields
-from sie.frontend.generation.sampling_fields import Bias, Count, Number, Share, read_stop, write_sampling, wrong
+from sie.frontend.generation.sampling_fields import (
+    Bias,
+    Count,
+    Number,
+    Share,
+    read_stop,
+    refuse_set,
+    write_sampling,
+    wrong,
+)
 from sie.frontend.inputs.bounded_json import check_json
 from sie.frontend.inputs.json_parts import decode_json
 from sie.values.choices import with_choices
@@ -49,7 +58,6 @@ _UNSERVED: Final = {
     "prompt_logprobs": "is not served; use 'echo' and 'logprobs' on /v1/completions",
     "return_token_ids": _WITHOUT_IDS,
     "return_tokens_as_token_ids": _WITHOUT_IDS,
-    "skip_special_tokens": "must be true: special tokens are no part of the answer",
     "stop_regex": "is not served; use 'stop'",
     "truncate_prompt_tokens": "is not served; use 'truncate_sequence'",
     "use_beam_search": "is not served",
@@ -105,9 +113,11 @@ class ForeignFields(AgentFields, kw_only=True):
     use_beam_search: Any = None
 
 
-_FOREIGN: Final = tuple(
-    field for field in ForeignFields.__struct_fields__ if field not in AgentFields.__struct_fields__
-)
+_FOREIGN: Final = {
+    field: _UNSERVED.get(field, _FORM_ELSEWHERE)
+    for field in ForeignFields.__struct_fields__
+    if field not in AgentFields.__struct_fields__ and field != "skip_special_tokens"
+}
 
 
 class SamplingFields(ForeignFields, kw_only=True):
@@ -235,10 +245,9 @@ def read_text_fields(body: TextFields) -> GenerateRequest:
 
 def read_sampling_fields(body: SamplingFields) -> GenerateRequest:
     """Return a request with the common fields of all routes. Raises BadRequest for a wrong value."""
-    for field in _FOREIGN:
-        value: Any = getattr(body, field)
-        if value is False if field == "skip_special_tokens" else value:
-            raise wrong(field, _UNSERVED.get(field, _FORM_ELSEWHERE))
+    refuse_set(body, _FOREIGN)
+    if body.skip_special_tokens is False:
+        raise wrong("skip_special_tokens", "must be true: special tokens are no part of the answer")
     if body.dry_multiplier:
         raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
     for name, value in (("adapter", body.adapter), ("lora_adapter", body.lora_adapter)):
