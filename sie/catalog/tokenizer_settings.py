@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from sie.catalog.added_tokens import AddedToken, missing_tokens
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.tokenizer import keep_tokenizer
-from sie.values.card import ModelCard
+from sie.values.card import ModelCard, Side
 from sie.values.extract import TextClassification, ZeroShot
 
 _BERT_NAMES = ("Bert", "DistilBert", "Electra", "LayoutLM", "MPNet", "MobileBert", "SqueezeBert")
@@ -26,7 +26,6 @@ _BERT_TYPES = {"bert", "distilbert", "electra", "layoutlm", "mobilebert", "mpnet
 _LOWERCASE = {"type": "Lowercase"}
 _CUT_AT_A_SIDE = (TextClassification, ZeroShot)
 """Extractors that cut a long text. The others read it in windows, or not through the tokenizer's own limit."""
-Side = Literal["left", "right"]
 
 
 class _Parts(msgspec.Struct):

@@ -13,6 +13,9 @@ from sie.values.extract import ExtractRule
 from sie.values.generate import GenerateRule
 from sie.values.tensor import TensorRule
 
+Side = Literal["left", "right"]
+"""A side of a text: where it loses tokens, or gets padding."""
+
 ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 """How the vectors of a text's tokens become one, as sentence-transformers names it."""
@@ -207,7 +210,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Whether clients may send token ids of this tokenizer instead of texts to embed."""
     splits_special_tokens: bool = False
     """Whether special tokens in a text are read as plain text."""
-    truncation_side: Literal["left", "right"] = "right"
+    truncation_side: Side = "right"
     """The side on which a text that is too long loses tokens."""
     lowercase: bool = False
     """Whether texts are lowered before they are tokenised; a prepared card's tokenizer_file does it, except for towers."""
@@ -280,7 +283,7 @@ class TextPadding(msgspec.Struct, frozen=True, kw_only=True):
 
     token: str
     length: int
-    side: Literal["left", "right"] = "right"
+    side: Side = "right"
 
 
 class ImageRule(msgspec.Struct, frozen=True, kw_only=True):

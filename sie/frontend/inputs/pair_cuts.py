@@ -6,9 +6,11 @@ Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 import tokenizers
+
+from sie.values.card import Side
 
 Cuts = dict[int, int]
 """Maps the number of each item that was cut to the most tokens that the model reads of it. Functions add to it."""
@@ -50,7 +52,7 @@ def cut_pairs(
     cuts: Cuts,
     *,
     lengths: Lengths | None = None,
-    side: Literal["left", "right"] = "right",
+    side: Side = "right",
 ) -> list[tokenizers.Encoding]:
     """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
 

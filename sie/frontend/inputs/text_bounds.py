@@ -9,16 +9,15 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 import tokenizers
 
 from sie.frontend.inputs.text_rules import least_chars
+from sie.values.card import Side
 from sie.values.errors import InputTooLong
 
-Side = Literal["left", "right"]
-"""The side on which a long text loses tokens."""
 _MAX_GROWTH: Final = 4096
 """Real tokenizers stay under 1,500: two Unicode forms, a charsmap and a mark for each space in one sequence."""
 _MAX_GROWN_BYTES: Final = 32 << 20

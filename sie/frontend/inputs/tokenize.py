@@ -21,9 +21,9 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.frontend.inputs.pair_cuts import Cuts, Lengths, cut_pairs
-from sie.frontend.inputs.text_bounds import Side, groups, shorten
+from sie.frontend.inputs.text_bounds import groups, shorten
 from sie.frontend.inputs.tokenizer_files import filler_of, most_chars, open_tokenizer, own_pool, with_marker
-from sie.values.card import ModelCard
+from sie.values.card import ModelCard, Side
 from sie.values.errors import BadRequest, InputTooLong, Internal, SieError
 
 Int32Array = NDArray[np.int32]
