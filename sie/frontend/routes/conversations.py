@@ -153,7 +153,7 @@ class Conversations:
             before = await offload(
                 self._process.decode_pool, len(stored.messages), sessions.read_session, stored.messages
             )
-            if made := made_files(before):
+            if made := await offload(self._process.decode_pool, len(stored.messages), made_files, before):
                 await self._renew(owner, made)
             messages = splice(before, messages)
         request.messages = messages = name_results(messages, "messages")

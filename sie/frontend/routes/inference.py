@@ -217,9 +217,8 @@ class Inference:
         """
         process, models = self._process, self.models
         while True:
-            if (
-                entry.state == "loaded" and entry.workers and process.remote is None
-            ):  # as `serving`, but without the cost of its coroutine
+            # The first way is what `serving` does, without the cost of its coroutine.
+            if entry.state == "loaded" and entry.workers and process.remote is None:
                 models.check_serving(entry)
             else:
                 entry = await models.serving(entry, exchange.deadline_ns, waits=exchange.waits)

@@ -50,7 +50,8 @@ class Pages:
         """Answer `GET /readyz`: the required models are loaded, or why not."""
         process = self._process
         if process.remote is not None:
-            return _answer(exchange, [JSON], _to_json(process.remote.readiness()), 200 if process.is_ready else 503)
+            readiness = process.remote.readiness()
+            return _answer(exchange, [JSON], _to_json(readiness), 200 if readiness["status"] == "ready" else 503)
         if process.is_ready:
             return _answer(exchange, [_TEXT], b"ok", 200)
         return _answer(exchange, [_TEXT], f"not ready: {process.not_ready_reason}".encode(), 503)

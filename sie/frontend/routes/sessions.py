@@ -45,7 +45,8 @@ class Sessions:
         if session is None:
             raise not_found("Session", session_id, "SESSION_NOT_FOUND")
         messages = await offload(process.decode_pool, len(session.messages), sessions.read_session, session.messages)
-        ids = list(dict.fromkeys([*session.files, *made_files(messages)]))
+        made = await offload(process.decode_pool, len(session.messages), made_files, messages)
+        ids = list(dict.fromkeys([*session.files, *made]))
         found = await self._find_files(owner, ids[max(0, len(ids) - store.settings.max_request_files) :])
         shown = await store.run(self._show_files, found)
         return await offload(process.decode_pool, len(session.messages) + len(shown), sessions.encode_session,

@@ -98,7 +98,7 @@ def cut_views(data: bytes, number: int) -> tuple[bytes, list[memoryview]]:
         num_left -= 1
         if num_left < 0:
             raise too_many_fields()
-        # Fast path: most fields are short bytes fields, and `_field` costs more for each.
+        # Fast path: most fields are short bytes fields, and `wire_field` costs more for each.
         if size - position > 1 and data[position] & 0x87 == BYTES and data[position] > 7 and data[position + 1] < 0x80:
             start, value_start = position, position + 2
             position = value_start + data[position + 1]
