@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ class StartError(Exception):
 
 @contextmanager
 def make_runtime_dir(base: Path) -> Iterator[Path]:
-    """Create a private directory (0700) under base for this run's sockets, and remove it at the end.
+    """Create a private directory (0700) under base for this run's sockets and files, and remove it at the end.
 
     It is locked meanwhile. Directories and lock files without such a lock belong to servers that were killed, and are
     removed first. Raises StartError if base cannot be used or if other users can write to it: they could pose as the server.
@@ -72,7 +73,8 @@ def _remove_remains(base: Path) -> None:
 
 
 def _remove_run(path: Path) -> None:
-    """Remove the directory of a run, which holds sockets alone. One with other files stays."""
+    """Remove the directory of a run, which holds sockets, and the frontends' files of regions. One with other files stays."""
+    shutil.rmtree(path / "regions", ignore_errors=True)
     with suppress(OSError):
         for entry in path.iterdir():
             if entry.is_socket():

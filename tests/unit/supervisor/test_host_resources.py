@@ -121,6 +121,8 @@ from sie.supervisor.host_resources import make_runtime_dir, take_lock
 with make_runtime_dir(Path(sys.argv[1])) as path, take_lock(Path(sys.argv[1]), int(sys.argv[2])):
     for name in ("control", "agents"):
         os.mknod(path / name, stat.S_IFSOCK | 0o600)
+    (path / "regions").mkdir()
+    (path / "regions/one").touch()
     print(path, flush=True)
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGKILL)
