@@ -71,7 +71,7 @@ MakeRemote = Callable[["FrontendProcess"], "Remote"]
 
 _log = get_logger(__name__)
 _TICK_S: Final = 0.02
-_MAX_TOUCH_S: Final = 5.0
+_MAX_TOUCH_S: Final = 1.0
 _MS_PER_DAY: Final = 86_400_000
 _MS_DIGITS: Final = 12
 _MAX_ENCODED: Final = 2

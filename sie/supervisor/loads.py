@@ -29,6 +29,8 @@ from sie.values.card import ModelCard
 from sie.values.errors import SieError, WireError
 
 _log = get_logger(__name__)
+_RETURN_S = 1.0
+"""A client that was told to come back may be late by so much."""
 _PRESSURE_GAP_S = 2.0
 """Pause between two evictions under memory pressure: the memory that the first one frees must show up first."""
 
@@ -239,13 +241,11 @@ class Loads:
     def take_memory(self, worker: Child, memory: Memory) -> None:
         """Record a worker's memory. Start the loads that now fit, and evict a model under memory pressure."""
         self._device_memories.report(worker.slot, memory)
-        records = self._registry.records.values()
-        for record in records:
-            if record.stage.waits_for_memory:
-                self._load(record)
+        for record in self._registry.waiting():
+            self._load(record)
         now_s = time.monotonic()
         if now_s - self._relieved_s > _PRESSURE_GAP_S:
-            victim = self._device_memories.pressure_victim(worker.slot, records)
+            victim = self._device_memories.pressure_victim(worker.slot, self._registry.records.values())
             if victim is not None:
                 self._relieved_s = now_s
                 self._evict(
@@ -336,15 +336,32 @@ class Loads:
         if self._device_memories.is_early(record, records):
             record.apply(Event.SHORT)
             return
+        if self._registry.comes_after_others(record):
+            self._wait_for_memory(record)
+            return
         plan = self._device_memories.plan_load(record, records, self._away())
-        record.apply(Event.SHORT if plan.must_wait else Event.FITS)
+        if plan.must_wait:
+            self._wait_for_memory(record)
+        else:
+            record.waits_since_s = 0.0
+            record.apply(Event.FITS)
         if plan.refusal:
             self._refuse(record, failed(record.spec, plan.refusal, "PLACEMENT"))
         elif not plan.must_wait:
             record.slots = plan.slots
             self._send_load(record, record.card, [self._children.workers[slot] for slot in plan.slots])
-        for model, slots in plan.victims.items():
+        for model, slots in plan.victims.items() if not self._has_fresh(plan.victims) else ():
             self._evict(model, definitions.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory", slots)
+
+    def _wait_for_memory(self, record: Record) -> None:
+        if not (record.stage.waits_for_memory and record.waits_since_s):
+            record.waits_since_s = time.monotonic()
+        record.apply(Event.SHORT)
+
+    def _has_fresh(self, models: Collection[str]) -> bool:
+        """Return whether one of these models must not be unloaded yet, because others wait for it."""
+        now_s, patience_s = time.monotonic(), self._settings.loading_retry_after_s + _RETURN_S
+        return any(self._registry.is_fresh(model, patience_s, now_s) for model in models)
 
     def _send_load(self, record: Record, card: ModelCard, workers: list[Child]) -> None:
         """Tell workers to load a model. It counts as loading from here on, since free memory is now unknown."""

@@ -30,6 +30,8 @@ _COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "DEVICE": 4, "UNKNOWN": 20}
 # SIE API reference, section 12: 60, 60, 600 and 30 s; doubled with each attempt up to 1,800 s; at most eight attempts.
 
 
+_SERVE_S: Final = 1.0
+"""Time in which the requests that waited for a model reach a worker."""
 _UNPLANNED: Final = (Event.SHORT, Event.FAIL, Event.RELEASE, Event.DISMISS, Event.RELOAD)
 """After these, the next load chooses its workers anew."""
 
@@ -63,6 +65,12 @@ class Record(msgspec.Struct):
     failed_s: float = 0.0
     retry_at_s: float = 0.0
     last_used_s: float = 0.0
+    loaded_s: float = 0.0
+    """When a worker had it after none did."""
+    served_s: float = 0.0
+    """When a frontend last told that a request found it loaded."""
+    waits_since_s: float = 0.0
+    """When its load began to wait for memory that others hold; 0 if it does not."""
     loading_since_s: dict[int, float] = {}
     num_losses: int = 0
     """Workers in a row that lost their device while they loaded it."""
@@ -240,14 +248,17 @@ class ModelRegistry:
         """Mark these models as used now."""
         for model in models:
             if model in self.records:
-                self.records[model].last_used_s = now_s
+                self.records[model].last_used_s = self.records[model].served_s = now_s
 
     def report(self, slot: int, report: ModelReport, now_s: float) -> None:
         """Record a worker's report on one of its models."""
         record = self.records.get(report.model)
         if record is None:
             return
+        was_loaded = bool(record.loaded_on)
         record.apply_at(slot, report.state)
+        if report.state == "loaded" and not was_loaded:
+            record.loaded_s = now_s
         if report.state != "loading":
             record.loading_since_s.pop(slot, None)
         elif report.progress is not None:  # a worker loads one model at a time; a model without progress still waits
@@ -321,6 +332,25 @@ class ModelRegistry:
             and not _is_loading(record)
             and now_s - record.last_used_s > idle_s
         ]
+
+    def is_fresh(self, model: str, patience_s: float, now_s: float) -> bool:
+        """Return whether a model that was loaded for some requests must stay for them.
+
+        It stays for patience_s, in which clients that were told to come back do, or until a moment after it was used.
+        Otherwise models that do not fit together would unload each other before any request was served.
+        """
+        record = self.records[model]
+        stay_s = _SERVE_S if record.served_s >= record.loaded_s else patience_s
+        return now_s < record.loaded_s + stay_s
+
+    def waiting(self) -> list[Record]:
+        """Return the models that wait for memory, the one that waits longest first."""
+        waiting = [record for record in self.records.values() if record.stage.waits_for_memory]
+        return sorted(waiting, key=lambda record: record.waits_since_s)
+
+    def comes_after_others(self, record: Record) -> bool:
+        """Return whether a load that has not waited yet would take the memory that others wait for."""
+        return not record.stage.waits_for_memory and any(other.waits_since_s for other in self.waiting())
 
     def release(self, record: Record) -> None:
         """Stop wanting a model that is about to be unloaded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -360,6 +361,12 @@ def view(office: Office, model: str) -> str:
 def loaded_everywhere(office: Office, model: str, nbytes: int = 0) -> None:
     for slot in range(2):
         office.report(model, "loaded", slot, memory_bytes=nbytes)
+    grow_old(office, model)
+
+
+def grow_old(office: Office, model: str) -> None:
+    """Let so much time pass that a model may be unloaded for another."""
+    office.registry.records[model].loaded_s -= 60.0
 
 
 def gone_everywhere(office: Office, model: str) -> None:
@@ -546,6 +553,32 @@ async def test_models_that_come_back_together_do_not_wait_for_each_other(office:
         loaded += told
         office.loads.take_memory(office.children.workers[0], EMPTY)
     assert sorted(loaded) == ["a", "b", "c"]
+
+
+@in_office(max_model_bytes=100 << 20)
+async def test_models_that_do_not_fit_together_take_turns_and_each_serves_who_waited_for_it(office: Office) -> None:
+    worker, now_s = office.children.workers[0], time.monotonic()
+    cards = {name: add_stub(office, name, 40) for name in "abc"}
+    office.loads.want("a")
+    loaded_everywhere(office, "a", 40 << 20)
+    record = office.registry.records["a"]
+    record.loaded_s = now_s
+    sent(office)
+    for model in "cb":
+        office.loads.want(model)
+        office.loads.take_memory(worker, EMPTY)
+    assert sent(office) == [], "the clients of the first have not come back yet"
+    record.loaded_s = now_s - 2.0
+    office.loads.take_memory(worker, EMPTY)
+    assert sent(office) == []
+    office.loads.touch(("a",))
+    office.loads.take_memory(worker, EMPTY)
+    assert sent(office) == everywhere(messages.Unload("a")), "they have been served"
+    gone_everywhere(office, "a")
+    office.loads.want("a")
+    assert sent(office) == [], "others were first"
+    office.loads.take_memory(worker, EMPTY)
+    assert sent(office) == everywhere(messages.Load(cards["c"])), "it waits longest"
 
 
 @in_office(max_model_bytes=100 << 20)
