@@ -327,6 +327,32 @@ def test_a_model_in_use_is_not_unloaded():
         keep_asking(lambda: client.encode("stub/lazy", ["x"]), for_s=3.0, pause_s=0.9)
 
 
+_CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [
+        ("/v1/chat/completions", {**_CHAT, "stream": True}, b"data: [DONE]\n\n"),
+        ("/v1/messages", {**_CHAT, "stream": True}, b"message_stop"),
+        ("/v1/responses", {"input": "hi", "stream": True}, b"response.completed"),
+        ("/v1/responses", {"input": "hi", "stream": True, "background": True}, b"response.completed"),
+        ("/v1/responses", {"input": "hi"}, b'"completed"'),
+    ],
+)
+def test_a_model_that_was_unloaded_before_an_answer_began_is_loaded_for_it(path, body, end):
+    """The frontend sleeps so long before it submits its second request that the idle model is unloaded meanwhile."""
+    with start_server(
+        "--lazy-model", "m=stub:generate", "--idle-unload-s", "1", "--frontends", "1",
+        "--test", "--failpoints", "frontend.before_commit=sleep:2500@2",
+    ) as server:  # fmt: skip
+        assert post_json(server.port, "/v1/chat/completions", {"model": "m", **_CHAT}).status == 200
+        answer = post_json(server.port, path, {"model": "m", **body})
+        assert total(server.port, "sie_idle_evictions_total", model="m") >= 1
+        assert answer.status == 200, answer.body
+        assert end in answer.body
+
+
 def test_readiness_waits_for_the_models_to_load_first():
     with start_server("--model", "mini=stub:dense=16,load_ms=1500") as server:
         assert get(server.port, "/readyz").status == 200

@@ -217,19 +217,30 @@ class RemoteRun:
 
     # --- the client's side ----------------------------------------------------------------------------------------
 
+    async def wait_first(self, timeout_s: float) -> None:
+        """Wait for the first event, at most timeout_s. Raises the error of an answer that ended before it."""
+        await self._wait_news(timeout_s)
+        self.raise_early()
+
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
         """Return the next events, or an empty list after timeout_s. Raises the error that ended the answer."""
         events = await self._next(timeout_s)
         self._is_sent = self._is_sent or bool(events)
         return events
 
-    async def _next(self, timeout_s: float | None) -> list[GenerateEvent]:
+    async def _wait_news(self, timeout_s: float | None) -> bool:
+        """Wait for events or the end. Return False after timeout_s."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._events and not self.is_done:
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
+            return False
+        return True
+
+    async def _next(self, timeout_s: float | None) -> list[GenerateEvent]:
+        if not await self._wait_news(timeout_s):
             return []
         events, self._events = self._events, []
         if not events and self._error is not None:

@@ -76,13 +76,15 @@ class TokenStream:
 
     def take(self) -> list[TokenRecord]:
         """Return the records since the last call. Raises the error that ended the request once no record is left."""
+        self.raise_early()
         records, self._records = self._records, []
-        future = self._pending.future if self._pending is not None else None
-        if not records and future is not None and future.done():
-            error = future.exception()
-            if error is not None:
-                raise error
         return records
+
+    def raise_early(self) -> None:
+        """Raise the error that ended the request if no record is left."""
+        future = self._pending.future if self._pending is not None else None
+        if not self._records and future is not None and future.done() and (error := future.exception()) is not None:
+            raise error
 
     @property
     def is_over(self) -> bool:

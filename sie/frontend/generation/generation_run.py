@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, Protocol
@@ -92,6 +93,13 @@ class Run:
     def pendings(self) -> list[Pending]:
         """Its requests on the engine."""
         return [part.pending for part in self.parts]
+
+    async def wait_first(self, timeout_s: float) -> None:
+        """Wait for the first token, at most timeout_s. Raises the error of a request that ended before it."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+        for part in self.parts:
+            part.stream.raise_early()
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
         """Return the next events, or an empty list after timeout_s; the caller must send them now.

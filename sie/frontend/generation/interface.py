@@ -35,6 +35,10 @@ class TextRun(Protocol):
         """The request's parts on the engine. Each is abandoned when the client leaves."""
         ...
 
+    async def wait_first(self, timeout_s: float) -> None:
+        """Wait for the first event, at most timeout_s. Raises the error of a request that ended before it."""
+        ...
+
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
         """Return the next events, or an empty list after timeout_s; the caller must send them now."""
         ...

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -38,6 +38,7 @@ from sie.values.fallbacks import Fallback
 from sie.values.inference import DEFAULT_MODEL
 
 _log = get_logger(__name__)
+T = TypeVar("T")
 _ASK_AGAIN_S = 1.0
 """Time after which a load is requested again."""
 
@@ -224,6 +225,20 @@ class ModelTable:
         self.check_serving(entry)
         return entry
 
+    async def serve(
+        self, entry: ModelEntry, deadline_ns: int, run: Callable[[ModelEntry], Awaitable[T]], *, waits: bool = True
+    ) -> T:
+        """Return the result of `run` with a model that can be served, and run it again if the model was unloaded before.
+
+        Raises the errors of `serving` and run.
+        """
+        while True:
+            entry = await self.serving(entry, deadline_ns, waits=waits)
+            try:
+                return await run(entry)
+            except Unavailable as error:
+                entry = self.reloaded(entry, error)
+
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served. Waits while the model is loading, unloading or reloading.
 
@@ -254,8 +269,8 @@ class ModelTable:
 
         It may have been reloaded, or have made room for another model. What an administrator unloads is not tried again.
         """
-        now = self.find(entry.card.id)
-        if error.code != "MODEL_NOT_LOADED" or now is None or (now.dismissed and not now.workers):
+        now, may_run_again = self.find(entry.card.id), error.code == "MODEL_NOT_LOADED" and error.may_be_repeated
+        if not may_run_again or now is None or (now.dismissed and not now.workers):
             raise error
         return now
 

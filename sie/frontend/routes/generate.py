@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from sie.agents.loop.agent_run import AgentRun
 from sie.frontend.dialects.anthropic import reply as messages_reply
 from sie.frontend.dialects.anthropic import request as messages
 from sie.frontend.dialects.description import TextCodec
@@ -36,7 +35,7 @@ from sie.frontend.routes.text_service import TextService
 from sie.frontend.telemetry.access_log import id_headers, request_id_of
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry
-from sie.values.errors import BadRequest, ClientGone, Unavailable
+from sie.values.errors import BadRequest, ClientGone
 from sie.values.generate import GenerateReply, GenerateRequest
 
 _T = TypeVar("_T")
@@ -190,15 +189,11 @@ class TextRoutes:
         the answer in the session of the request.
         """
         process = self._process
-        while True:
-            if entry.is_read:
-                generate_rule(entry.card)
-            entry = await process.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
-            try:
-                run = await self.service.start(exchange, entry, request, echoes=echoes)
-            except Unavailable as error:  # it was unloaded while its prompt was made
-                entry = process.models.reloaded(entry, error)
-                continue
+        if entry.is_read:
+            generate_rule(entry.card)
+
+        async def answer(entry: ModelEntry) -> Answer | Streamed:
+            run = await self.service.start(exchange, entry, request, echoes=echoes)
             if request.stream:
                 source = run if turn is None else StoredRun(run, turn)
                 return Streamed(source, make_writer(run.model, run.prompts), pool=self._pool)
@@ -207,12 +202,10 @@ class TextRoutes:
                 if turn is not None:
                     await turn.end(said_by(run, reply.choices[0]))
                 return [JSON], await encoded(process.encoding, self._pool, encode, reply, run.prompts)
-            except Unavailable as error:
-                if isinstance(run, AgentRun) and run.has_acted:
-                    raise
-                entry = process.models.reloaded(entry, error)
             finally:
                 run.give_up(ClientGone("the client no longer waits for the answer"))
+
+        return await process.models.serve(entry, exchange.deadline_ns, answer, waits=exchange.waits)
 
     async def _read(self, exchange: Exchange, decode: Callable[..., _T], *decode_args: Any, waits: bool = True) -> _T:
         """Read and decode the body, and release it. decode gets the body, then decode_args (without any: the

@@ -103,9 +103,7 @@ class Responses:
                 return await self._make_in_background(exchange, call, record, entry, history)
             if call.request.stream:
                 return await self._make_as_stream(exchange, call, record, entry, history)
-            events = await self._gather(
-                exchange.deadline_ns, entry, lambda entry: self._texts.start(exchange, entry, call.request)
-            )
+            events = await self._gather(exchange, call, entry)
         size = events_bytes(events)
         await offload(self._pool, size, record.apply, events, int(time.time()))
         await self._add(exchange.owner, record, call, history, size)
@@ -159,11 +157,24 @@ class Responses:
 
     # --- creating -------------------------------------------------------------------------------------------------
 
+    async def _gather(self, exchange: Exchange, call: ResponsesCall, entry: ModelEntry) -> list[GenerateEvent]:
+        """Return all events of a finished run."""
+
+        async def gather(entry: ModelEntry) -> list[GenerateEvent]:
+            run = await self._texts.start(exchange, entry, call.request)
+            try:
+                return await run.gather()
+            finally:
+                run.give_up(cancelled())
+
+        return await self._process.models.serve(entry, exchange.deadline_ns, gather)
+
     async def _make_as_stream(
         self, exchange: Exchange, call: ResponsesCall, record: ResponseRecord, entry: ModelEntry, history: bytes
     ) -> Streamed:
-        entry = await self._process.models.wait_serving(entry, exchange.deadline_ns)
-        run = await self._texts.start(exchange, entry, call.request)
+        run = await self._process.models.serve(
+            entry, exchange.deadline_ns, lambda entry: self._texts.start(exchange, entry, call.request)
+        )
         with _given_up_on_failure(run):
             await self._add(exchange.owner, record, call, history)
         job = Job(record, exchange.owner, self._update, self._pool, outlives=False)
@@ -198,42 +209,28 @@ class Responses:
         return [JSON], answer
 
     async def _work(
-        self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | AgentRun | None
+        self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, first: TextRun | AgentRun | None
     ) -> list[GenerateEvent]:
-        """Run a background response; return the last of its events."""
+        """Run a background response, whose first run may have begun. Return the last of its events."""
         record = job.record
-        try:
-            if run is None:
-                entry = await self._process.models.wait_serving(entry, deadline_ns)
-                run = await start(entry)
-            record.status = "in_progress"
-            await self._update(record)
-        except BaseException:
-            if run is not None:
-                run.give_up(cancelled())
-            raise
-        if record.is_streamed:
-            return await job.stream(run)
-        return await self._gather(deadline_ns, entry, start, run)
 
-    async def _gather(
-        self, deadline_ns: int, entry: ModelEntry, start: Start, run: TextRun | AgentRun | None = None
-    ) -> list[GenerateEvent]:
-        """Return all events of a finished run. Starts a new run if the model is unloaded before it has begun."""
-        while True:
+        async def follow(run: TextRun | AgentRun) -> list[GenerateEvent]:
             try:
-                if run is None:
-                    entry = await self._process.models.wait_serving(entry, deadline_ns)
-                    run = await start(entry)
-                return await run.gather()
-            except Unavailable as error:
-                if isinstance(run, AgentRun) and run.has_acted:
-                    raise
-                entry = self._process.models.reloaded(entry, error)
+                record.status = "in_progress"
+                await self._update(record)
+                return await (job.stream(run) if record.is_streamed else run.gather())
             finally:
-                if run is not None:
-                    run.give_up(cancelled())
-                run = None
+                run.give_up(cancelled())
+
+        async def make(entry: ModelEntry) -> list[GenerateEvent]:
+            return await follow(await start(entry))
+
+        try:
+            if first is not None:
+                return await follow(first)
+        except Unavailable as error:
+            entry = self._process.models.reloaded(entry, error)
+        return await self._process.models.serve(entry, deadline_ns, make)
 
     # --- responses under way --------------------------------------------------------------------------------------
 

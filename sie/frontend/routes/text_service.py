@@ -61,7 +61,8 @@ class TextService:
     ) -> TextRun | AgentRun:
         """Submit a request to a served model, with the rounds of its agent if it asks for one.
 
-        It ends when its client leaves. Raises as `Generator.start` and `plan_agent` do.
+        It ends when its client leaves. A stream that will soon begin has begun, so that the caller can start it again on
+        a model that was unloaded. Raises as `Generator.start`, `TextRun.wait_first` and `plan_agent` do.
         """
         plan = await self.plan(request)
         if plan is None:
@@ -114,6 +115,12 @@ class TextService:
         exchange.num_items = run.num_prompts
         for pending in run.pendings:
             process.watch_client(pending, exchange.protocol)
+        if request.stream:  # what fails from now on is too late for another attempt
+            try:
+                await run.wait_first(process.settings.generation.keep_alive_interval_ms / 1e3)
+            except BaseException:
+                run.give_up(ClientGone("the request ended before its answer began"))
+                raise
         return run
 
 

@@ -345,6 +345,8 @@ def test_who_waits_for_a_model_that_is_removed_is_told_so_at_once(table):
 
 
 NOT_LOADED = Unavailable("Model 'm' is not loaded", code="MODEL_NOT_LOADED")
+ACTED = Unavailable("Model 'm' is not loaded", code="MODEL_NOT_LOADED")
+ACTED.may_be_repeated = False
 
 
 @pytest.mark.parametrize("state", ["available", "loading", "unloading"])
@@ -359,8 +361,9 @@ def test_a_request_whose_model_made_room_for_another_is_tried_again(table, state
         (entry(state="available", dismissed=True), NOT_LOADED),
         (entry("other"), NOT_LOADED),
         (entry(workers=(0,)), Unavailable("Model 'm' is loading")),
+        (entry(workers=(0,)), ACTED),
     ],
-    ids=["unloaded by an administrator", "removed", "another error"],
+    ids=["unloaded by an administrator", "removed", "another error", "its tools have run"],
 )
 def test_a_request_whose_model_does_not_come_back_is_not_tried_again(table, now, error):
     table.update(message(now))
