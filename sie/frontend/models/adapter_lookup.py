@@ -51,7 +51,8 @@ class AdapterTable:
         """Return the model's entry once a worker has this declared adapter. Requests a load if necessary.
 
         wait_until_ns 0 never waits. Raises Unavailable LORA_LOADING, or the error of the last load: Internal, or BadRequest
-        if the adapter does not fit the model. Raises the errors of `ModelTable.wait_serving` if the model is unloaded before.
+        if the adapter does not fit the model. Raises the errors of `ModelTable.wait_serving` if the model is unloaded or
+        removed before.
         """
         while True:
             changed = self._models.changed
@@ -66,7 +67,7 @@ class AdapterTable:
             else:
                 return entry
             # An adapter loads only while its model is loaded.
-            entry = await self._models.wait_serving(self._models.find(entry.card.id) or entry, wait_until_ns)
+            entry = await self._models.wait_serving(self._models.current(entry), wait_until_ns)
 
     def _check_serving(self, entry: ModelEntry, adapter: str) -> None:
         key = model_of(entry.card.id), adapter

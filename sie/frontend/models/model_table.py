@@ -225,6 +225,13 @@ class ModelTable:
         self.check_serving(entry)
         return entry
 
+    def current(self, entry: ModelEntry) -> ModelEntry:
+        """Return the present entry of a model. Raises NotFound if the model was removed."""
+        now = self.entries.get(entry.card.id)
+        if now is None and self.hosts is None:  # a host that leaves a cluster takes no model away
+            raise model_not_found(entry.card.id, self.entries)
+        return now or entry
+
     async def serve(
         self, entry: ModelEntry, deadline_ns: int, run: Callable[[ModelEntry], Awaitable[T]], *, waits: bool = True
     ) -> T:
@@ -259,10 +266,7 @@ class ModelTable:
                     await asyncio.wait_for(changed.wait(), min(left_s, _ASK_AGAIN_S))
             else:
                 return entry
-            now = self.entries.get(entry.card.id)
-            if now is None and self.hosts is None:  # a host that leaves a cluster takes no model away
-                raise model_not_found(entry.card.id, self.entries)
-            entry = now or entry
+            entry = self.current(entry)
 
     def reloaded(self, entry: ModelEntry, error: Unavailable) -> ModelEntry:
         """Return a model's current entry if the server unloaded it before the request ran. Otherwise raise the error.

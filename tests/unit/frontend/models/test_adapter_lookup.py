@@ -12,7 +12,7 @@ from sie.frontend.models.adapter_lookup import AdapterTable, workers_with
 from sie.frontend.models.model_table import ModelTable
 from sie.ipc.messages import AdapterEntry, ModelEntry, Models, Touch, WantAdapter
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest, Internal, Unavailable, WorkerLost, to_wire
+from sie.values.errors import BadRequest, Internal, NotFound, Unavailable, WorkerLost, to_wire
 from tests.unit.engine_rig import Rig, checksum, in_rig
 
 LOADED = AdapterEntry(state="loaded", workers=(0,))
@@ -99,6 +99,18 @@ def test_wait_for_an_adapter_brings_back_a_model_that_went_meanwhile(counter: Co
     assert asyncio.run(main()).workers == (0,)
 
 
+def test_wait_for_an_adapter_of_a_removed_model_ends_at_once(counter: Counter) -> None:
+    counter.models.update(Models((entry(a=LOADING),), ready=True))
+
+    async def main() -> ModelEntry:
+        asyncio.get_running_loop().call_soon(counter.models.update, Models((), ready=True))
+        async with asyncio.timeout(5):
+            return await counter.table.serving(entry(a=LOADING), "a", time.monotonic_ns() + 120 * 10**9)
+
+    with pytest.raises(NotFound, match="Model 'm' not found"):
+        asyncio.run(main())
+
+
 def test_adapter_that_nobody_declared_is_refused_by_name(counter: Counter) -> None:
     with pytest.raises(
         BadRequest,
@@ -139,6 +151,7 @@ def test_model_that_goes_while_its_adapter_is_waited_for_is_loaded_again(counter
 
 
 def test_route_that_waits_hears_of_the_load_at_its_deadline(counter: Counter) -> None:
+    counter.models.update(Models((entry(a=LOADING),), ready=True))
     with pytest.raises(Unavailable, match="is loading"):
         counter.ask(entry(a=LOADING), wait_s=0.05)
 
