@@ -519,6 +519,20 @@ def test_a_head_leaves_the_connection_in_order(server: Server):
         assert connection.getresponse().status == 200
 
 
+@pytest.mark.parametrize(
+    "path", ["/v2/systemsharedmemory/region/r/status", "/v2/cudasharedmemory/region/r/status", "/api/sharedmemorycontrol/status"]
+)  # fmt: skip
+def test_a_head_of_a_region_is_answered_as_its_get(server: Server, path: str):
+    answers: dict[str, tuple[int, dict[str, str]]] = {}
+    for method in ("GET", "HEAD", "POST"):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)) as connection:
+            connection.request(method, path)
+            response = connection.getresponse()
+            answers[method] = response.status, {name.lower(): value for name, value in response.getheaders()}
+    assert answers["HEAD"][0] == answers["GET"][0] != 405
+    assert (answers["POST"][0], answers["POST"][1]["allow"]) == (405, "GET, HEAD")
+
+
 def test_models_are_loaded_and_unloaded_on_request(repository: Path):
     with start_server("--model-repository", str(repository), "--repository-control", "explicit") as running, \
             triton.InferenceServerClient(f"127.0.0.1:{running.port}") as client:  # fmt: skip

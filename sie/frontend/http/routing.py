@@ -110,13 +110,12 @@ class RouteTable:
         return None
 
     def find(self, template: str, method: str) -> Row | None:
-        """Return the row of a template for a method, or None. HEAD has the row of GET: Granian sends its answer without the body."""
-        return self._by_method.get((template, "GET" if method == "HEAD" else method))
+        """Return the row of a template for a method, or None."""
+        return self._by_method.get((template, without_head(method)))
 
     def methods_of(self, route: Route) -> str:
         """Return the methods of a route's path, in the form of the header `Allow`."""
-        methods = [method for template, method in self._by_method if template == route.template]
-        return ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
+        return allowed([method for template, method in self._by_method if template == route.template])
 
     def redirect_of(self, path: str) -> str | None:
         """Return the target of the redirect (307) for a path without its model, as the reference does for `/v1/encode`."""
@@ -126,3 +125,13 @@ class RouteTable:
             around.prefix for around in self._around if path == around.prefix[:-1] and around.row.envelope == "sie"
         )
         return next(found, None)
+
+
+def without_head(method: str) -> str:
+    """Return the method that a request is served by. HEAD is served as GET: Granian sends the answer without its body."""
+    return "GET" if method == "HEAD" else method
+
+
+def allowed(methods: Sequence[str]) -> str:
+    """Return the methods of a path in the form of the header `Allow`."""
+    return ", ".join([*methods, "HEAD"] if "GET" in methods else methods)

@@ -19,6 +19,7 @@ from sie.frontend.dialects.openai.text_fields import event_of_json
 from sie.frontend.http.compression import MIN_BYTES, choose_coding, compress, decompress, refuse_coding
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Answer, Headers, Response
+from sie.frontend.http.routing import allowed, without_head
 from sie.frontend.http.stream import STREAM_HEADERS
 from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.inputs.bounded_json import MAX_FREE_FORM_BYTES, check_json
@@ -277,8 +278,8 @@ def _region_of(exchange: Exchange) -> tuple[str, Response | None]:
     method = _REGION_METHODS.get(action) if region else None
     if method is None:
         return region, Response(404, [JSON], infer.error_body("Not Found"))
-    if exchange.scope.method != method:
-        return region, Response(405, [JSON, ("allow", method)], infer.error_body("Method Not Allowed"))
+    if without_head(exchange.scope.method) != method:
+        return region, Response(405, [JSON, ("allow", allowed([method]))], infer.error_body("Method Not Allowed"))
     return region, None
 
 

@@ -15,6 +15,7 @@ from sie.frontend.dialects.trtis.infer import InferHead
 from sie.frontend.dialects.trtis.status import ServerState
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Headers, Response
+from sie.frontend.http.routing import allowed, without_head
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.services.trtis_service import TrtisService, refuse
@@ -67,9 +68,9 @@ class Trtis:
     async def refuse_shared_memory(self, exchange: Exchange) -> Response:
         """Refuse shared memory requests: `/api/sharedmemorycontrol/{action}/...`."""
         method = _REGION_METHODS.get(exchange.model.partition("/")[0])
-        if method == exchange.scope.method:
+        if method == without_head(exchange.scope.method):
             refuse("shared memory")
-        return NO_ROUTE if method is None else Response(405, [("allow", method)], b"")
+        return NO_ROUTE if method is None else Response(405, [("allow", allowed([method]))], b"")
 
     async def refuse_profile(self, _exchange: Exchange) -> Response:
         """Refuse to start or stop a profiler."""
