@@ -341,27 +341,22 @@ class Loads:
             return
         plan = self._device_memories.plan_load(record, records, self._away())
         if plan.must_wait:
-            self._wait_for_memory(record)
+            self._wait_for_memory(record, plan.victims)
         else:
-            record.waits_since_s = 0.0
             record.apply(Event.FITS)
         if plan.refusal:
             self._refuse(record, failed(record.spec, plan.refusal, "PLACEMENT"))
         elif not plan.must_wait:
             record.slots = plan.slots
             self._send_load(record, record.card, [self._children.workers[slot] for slot in plan.slots])
-        for model, slots in plan.victims.items() if not self._has_fresh(plan.victims) else ():
-            self._evict(model, definitions.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory", slots)
+        patience_s = self._settings.loading_retry_after_s + _RETURN_S
+        if self._registry.may_evict(record, patience_s, time.monotonic()):
+            for model, slots in plan.victims.items():
+                self._evict(model, definitions.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory", slots)
 
-    def _wait_for_memory(self, record: Record) -> None:
-        if not (record.stage.waits_for_memory and record.waits_since_s):
-            record.waits_since_s = time.monotonic()
+    def _wait_for_memory(self, record: Record, victims: Collection[str] = ()) -> None:
+        record.waits_since_s, record.victims = record.waits_since_s or time.monotonic(), victims
         record.apply(Event.SHORT)
-
-    def _has_fresh(self, models: Collection[str]) -> bool:
-        """Return whether one of these models must not be unloaded yet, because others wait for it."""
-        now_s, patience_s = time.monotonic(), self._settings.loading_retry_after_s + _RETURN_S
-        return any(self._registry.is_fresh(model, patience_s, now_s) for model in models)
 
     def _send_load(self, record: Record, card: ModelCard, workers: list[Child]) -> None:
         """Tell workers to load a model. It counts as loading from here on, since free memory is now unknown."""

@@ -71,6 +71,8 @@ class Record(msgspec.Struct):
     """When a frontend last told that a request found it loaded."""
     waits_since_s: float = 0.0
     """When its load began to wait for memory that others hold; 0 if it does not."""
+    victims: Collection[str] = ()
+    """The models that are unloaded for this load, as soon as their clients are served."""
     loading_since_s: dict[int, float] = {}
     num_losses: int = 0
     """Workers in a row that lost their device while they loaded it."""
@@ -90,6 +92,8 @@ class Record(msgspec.Struct):
         self.stage = next_stage(self.stage, event)
         if event in _UNPLANNED:
             self.slots = None
+        if event is not Event.SHORT:
+            self.waits_since_s, self.victims = 0.0, ()
 
     def apply_at(self, slot: int, event: PlaceEvent) -> None:
         """Change the state on one worker as the table says."""
@@ -333,7 +337,17 @@ class ModelRegistry:
             and now_s - record.last_used_s > idle_s
         ]
 
-    def is_fresh(self, model: str, patience_s: float, now_s: float) -> bool:
+    def may_evict(self, record: Record, patience_s: float, now_s: float) -> bool:
+        """Return whether all victims of a load may be unloaded now.
+
+        None may be the victim of a load that waits longer: that one would wait for ever while others took its room piece
+        by piece. And none may be fresh.
+        """
+        longer = [other for other in self.waiting() if other.waits_since_s < record.waits_since_s]
+        taken = {victim for other in longer for victim in other.victims}
+        return not any(victim in taken or self._is_fresh(victim, patience_s, now_s) for victim in record.victims)
+
+    def _is_fresh(self, model: str, patience_s: float, now_s: float) -> bool:
         """Return whether a model that was loaded for some requests must stay for them.
 
         It stays for patience_s, in which clients that were told to come back do, or until a moment after it was used.

@@ -582,6 +582,26 @@ async def test_models_that_do_not_fit_together_take_turns_and_each_serves_who_wa
 
 
 @in_office(max_model_bytes=100 << 20)
+async def test_models_that_a_load_waits_for_make_room_for_no_later_load(office: Office) -> None:
+    worker, now_s = office.children.workers[0], time.monotonic()
+    for name, size in (("old", 20), ("fresh", 20), ("large", 45), ("small", 20)):
+        add_stub(office, name, size)
+    for name in ("old", "fresh"):
+        office.loads.want(name)
+        loaded_everywhere(office, name, 20 << 20)
+    record = office.registry.records["fresh"]
+    record.loaded_s = now_s
+    sent(office)
+    for model in ("large", "small"):
+        office.loads.want(model)
+        office.loads.take_memory(worker, EMPTY)
+    assert sent(office) == [], "room for the small one alone would let the large one wait for ever"
+    grow_old(office, "fresh")
+    office.loads.take_memory(worker, EMPTY)
+    assert sent(office) == everywhere(messages.Unload("old")) + everywhere(messages.Unload("fresh"))
+
+
+@in_office(max_model_bytes=100 << 20)
 async def test_load_beside_another_one_waits_for_that_to_end(office: Office) -> None:
     add_stub(office, "first", 20)
     new = add_stub(office, "new", 20)
