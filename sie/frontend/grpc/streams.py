@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Final
 
+from sie.values.errors import Unavailable
+
 _MAX_AT_ONCE: Final = 32
 """Requests of one stream under way. At this limit no more requests are read, which slows the client down."""
 
@@ -18,7 +20,7 @@ class Streams:
         self._is_ending = False
 
     def end(self) -> None:
-        """Read no more requests. Each stream ends when its last reply is written."""
+        """Read no more requests. Each stream ends after its last reply, with an error: its client may have sent more."""
         self._is_ending = True
         for reader in self._readers:
             reader.cancel()
@@ -29,7 +31,10 @@ class Streams:
         answer: Callable[[bytes], Coroutine[Any, Any, bytes]],
         write: Callable[[bytes], Awaitable[None]],
     ) -> None:
-        """Answer messages until the client ends the stream or `end` is called. Stops at, and raises, an error of answer."""
+        """Answer messages until the client ends the stream. Stops at, and raises, an error of answer.
+
+        Raises Unavailable after the last reply if `end` was called before.
+        """
         replies: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
         room = asyncio.Semaphore(_MAX_AT_ONCE)
 
@@ -48,8 +53,9 @@ class Streams:
             while (reply := await replies.get()) is not None:
                 await write(await reply)
                 room.release()
-            if not reader.cancelled():
-                reader.result()
+            if reader.cancelled():
+                raise Unavailable("The server is stopping", code="SHUTTING_DOWN")
+            reader.result()
         finally:
             self._readers.discard(reader)
             reader.cancel()
