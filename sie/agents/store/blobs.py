@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import io
 import os
 import secrets
@@ -21,6 +22,8 @@ from sie.runtime.shared_files import share
 _PART: Final = ".part"
 _FLAGS: Final = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _BUFFER_BYTES: Final = 1 << 18
+_SPARE_BYTES: Final = 8 << 20
+"""Room on the disk that blobs leave to the database: without it, nothing could be deleted from a disk that they filled."""
 _LATE_S: Final = 86_400.0
 """An unfinished blob, or one that no row names, is deleted after this time."""
 
@@ -41,10 +44,16 @@ class BlobWriter:
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes. Raises OSError, for example if the disk is full."""
         view = memoryview(data)
+        self._check_room(view.nbytes)
         self.num_bytes += view.nbytes
         self._decode(data)
         while view:
             view = view[self._file.write(view) or 0 :]
+
+    def _check_room(self, nbytes: int) -> None:
+        disk = os.fstatvfs(self._file.fileno())
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize < nbytes + _SPARE_BYTES:  # some file systems count no blocks
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def commit(self) -> str:
         """Put the blob in its place and return its name. Raises OSError, and then nothing is left of it."""

@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -213,6 +214,20 @@ def test_folder_that_cannot_be_written_is_unavailable_and_names_no_path(tmp_path
     assert str(tmp_path) not in caught.value.message
     with pytest.raises(Unavailable):
         asyncio.run(store.run(store.blobs.begin))
+
+
+def test_files_leave_room_on_the_disk_in_which_others_can_be_deleted(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SimpleNamespace(f_blocks=1 << 20, f_frsize=4096, f_bavail=2049)
+    monkeypatch.setattr(os, "fstatvfs", lambda _fd: disk)
+    file = upload(store, "a.txt", bytes(4096))
+    disk.f_bavail = 2048
+    with pytest.raises(OSError, match="No space left on device"):
+        store.blobs.add(b"x")
+    assert blobs(tmp_path) == [file.blob], "nothing is left of it"
+    disk.f_blocks = disk.f_bavail = 0
+    assert upload(store, "b.txt", b"x").num_bytes == 1, "a file system that does not count its blocks"
 
 
 def test_id_of_a_files_content_is_its_own() -> None:
