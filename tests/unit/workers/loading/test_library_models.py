@@ -27,6 +27,7 @@ from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.values.extract import Extraction, ExtractTask, LabelGroup, LabelledExample
 from sie.workers.loading.libraries import load_gliclass, load_gliner, load_gliner2
 from tests.gli_models import GLINER_VARIANTS, WORDS, change_json, save_gliclass, save_gliner
+from tests.unit.tiny_tokenizers import count_reads
 
 TOLERANCE = 1e-5
 LABELS = ("person", "company", "city")
@@ -479,7 +480,7 @@ def test_overflow_policy_decides_about_a_text_over_the_limit(tmp_path: Path, pro
     task = ExtractTask(labels=LABELS, classification_type="multi-label", overflow_policy="truncate_text")
     (found,) = served.extract([text], task)
     _assert_alike([found], served.extract([cut], task))
-    with pytest.raises(InputTooLong, match=r"209 tokens.*126.*items\[1\]"):
+    with pytest.raises(InputTooLong, match=r"more than the 126 tokens.*9 that.*items\[1\]"):
         served.extract([cut, text], msgspec.structs.replace(task, overflow_policy="error"))
     default = msgspec.structs.replace(task, overflow_policy="default")
     if not prompt_first:  # the text has pushed the labels out
@@ -488,6 +489,18 @@ def test_overflow_policy_decides_about_a_text_over_the_limit(tmp_path: Path, pro
         return
     expected = pipeline(text, list(LABELS), threshold=0.0)[0]
     _assert_scores(served.extract([text], default)[0], _sorted_by_score(LABELS, [item["score"] for item in expected]))
+
+
+@pytest.mark.parametrize("policy", ["default", "truncate_text"])
+def test_of_a_text_to_classify_only_the_beginning_is_read(tmp_path: Path, policy: str, monkeypatch: Any) -> None:
+    served = Served(save_gliclass(tmp_path / "model"))
+    reads = count_reads(monkeypatch, served.tokenizer)
+    short = " ".join(WORDS[number % 7] for number in range(700))
+    text = f"{short} " * 100
+    groups = tuple(LabelGroup(name, LABELS) for name in ("one", "two"))
+    task = ExtractTask(label_groups=groups, overflow_policy=policy)
+    _assert_alike(served.extract(["Alice", text], task), served.extract(["Alice", short], task))
+    assert reads.num_chars < len(text) / 4
 
 
 @pytest.mark.parametrize("policy", ["default", "error", "truncate_text"])

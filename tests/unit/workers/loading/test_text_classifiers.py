@@ -21,6 +21,7 @@ from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.values.extract import Classification, ExtractTask, TextClassification, ZeroShot
 from sie.workers.loading.loader import load_extractor
 from sie.workers.model_api import Pair
+from tests.unit.tiny_tokenizers import count_reads
 from tests.unit.workers.loading.test_extractors import LONG, TOLERANCE, byte_level, split, wordpiece
 
 LABELS = ["joy", "anger", "fear", "other"]
@@ -187,6 +188,17 @@ def test_a_text_over_the_limit_is_refused_if_the_request_says_so(served):
     assert_same(model.classify([(LONG, None)], max_tokens=9)[0], model.expect(LONG, max_length=9))
     with pytest.raises(BadRequest, match="no room"):
         model.classify([("x", None)], max_tokens=2)
+
+
+@pytest.mark.parametrize("text", [TEXTS[0], f"{LONG} " * 1000])
+@pytest.mark.parametrize("pair", [None, "ada", f"{LONG} " * 1100])
+def test_of_a_long_text_only_the_beginning_is_read(served, text: str, pair: str | None, monkeypatch):
+    model = served("bert")
+    expected = model.expect(text, pair)
+    reads = count_reads(monkeypatch, model.tokenizer)
+    assert_same(model.classify([(text, pair)])[0], expected)
+    may_count = len(pair or "") > 1000  # where both are cut, the longer one may have a token more
+    assert reads.num_chars < 20_000 or may_count
 
 
 def test_a_text_without_tokens_is_refused(tmp_path: Path):
