@@ -346,7 +346,9 @@ def _end_of(encoding: tokenizers.Encoding, max_tokens: int, side: Side) -> int |
     rest = max_tokens
     for place, piece in enumerate(pieces if side == "right" else reversed(pieces), 1):
         if rest < len(piece) or (rest == len(piece) and place < len(pieces)):
-            return piece.token_to_chars(rest - 1)[1]
+            span = piece.token_to_chars(rest - 1)
+            assert span is not None, "no token of a text is added by the tokenizer"
+            return span[1]
         rest -= len(piece)
     return None
 
