@@ -30,7 +30,7 @@ _ENDS: Final = ("eos", "eot", "eom")
 _POOLINGS: Final = {1: "mean", 2: "cls", 3: "lasttoken"}
 """Source: llama.cpp, include/llama.h, `llama_pooling_type`. 0 is none, and 4 is the score of a pair."""
 _RANK: Final = 4
-_GEMMA: Final = ("gemma", "gemma3_text")
+_GEMMA: Final = ("gemma", "gemma2", "gemma3_text")
 """The models whose SentencePiece vocabulary is Gemma's."""
 _DENSE: Final = ("dense_2.weight", "dense_3.weight")
 

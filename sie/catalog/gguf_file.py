@@ -32,6 +32,10 @@ _UNSERVED: Final = ("t5", "t5encoder")
 """Encoder-decoders: transformers reads them from GGUF files, but this server runs them from safetensors only."""
 
 
+_SCALED: Final = ("gpt-oss",)
+"""Architectures whose scaled positions transformers reads; it ignores those of others."""
+
+
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
     """The values of transformers' configuration that are used here. `values` are its whole numbers."""
 
@@ -86,7 +90,11 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str, pooling: str | None
 
 
 def _read_library_card(file: GgufContents, cache_dir: str) -> ModelCard:
-    """Return the card of a file of transformers' own architectures."""
+    """Return the card of a file of transformers' own architectures. Raises ModelLoadFailed."""
+    name = f"{file.architecture}.rope.scaling.type"
+    kind = file.fields.get(name, "none")
+    if kind != "none" and file.architecture not in _SCALED:
+        raise refuse(file.model_id, f"its GGUF metadata set {name} to {kind!r}, which is not computed")
     config = _read_config(file.model_id, file.path, Path(cache_dir, FOLDER, f"{file.fingerprint}.json"))
     tokenizer_file = keep_tokenizer(file.model_id, cache_dir, file.fingerprint, lambda: _convert_tokenizer(file))
     rule = read_rule(file, config.context_length, config.values)
