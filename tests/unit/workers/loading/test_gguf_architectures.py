@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 import transformers
@@ -14,8 +12,6 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from sie.catalog.gguf_architectures import ROWS
 from sie.catalog.gguf_file import read_gguf_card
-from sie.catalog.gguf_gemma import convert_gemma
-from sie.catalog.gguf_tokenizer import convert_with_library
 from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
@@ -279,40 +275,6 @@ def test_a_text_begins_with_a_space_only_where_the_file_says_so(tmp_path: Path, 
     assert tokenizer.decode([tokenizer.token_to_id(piece) for piece in (f"{SPACE}cat", f"{SPACE}sat")]) == (
         "cat sat" if adds_space else " cat sat"
     )
-
-
-@pytest.mark.parametrize("adds", [{"bos": True, "eos": True}, {"bos": False}, {}])
-def test_gemma_s_vocabulary_is_the_one_that_the_library_makes(tmp_path: Path, adds: dict[str, bool]) -> None:
-    kinds = gguf.TokenType
-    special = {"<pad>": kinds.CONTROL, "<eos>": kinds.CONTROL, "<bos>": kinds.CONTROL, "<unk>": kinds.UNKNOWN}
-    special |= {
-        "<mask>": kinds.USER_DEFINED,
-        "<unused0>": kinds.CONTROL,
-        "\n\n": kinds.USER_DEFINED,
-        "  ": kinds.USER_DEFINED,
-    }
-    types = {**special, **dict.fromkeys(["\n", SPACE, *"acst", f"{SPACE}c", "at", f"{SPACE}cat", "cat"], kinds.NORMAL)}
-    numbers = {"padding_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "unknown_token_id": 3}
-    flags = {f"add_{name}_token": value for name, value in adds.items()}
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma3")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([*types])
-    writer.add_token_types([*types.values()])
-    writer.add_token_scores([0.0] * len(types))
-    for name, value in (numbers | flags).items():
-        (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"tokenizer.ggml.{name}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    fields = {f"tokenizer.ggml.{name}": value for name, value in (numbers | flags).items()}
-    fields |= {"tokenizer.ggml.model": "llama", "bos": "<bos>", "eos": "<eos>", "unknown": "<unk>", "padding": "<pad>"}
-    expected = convert_with_library("m", str(tmp_path / "m.gguf"), fields, "gemma3_text")
-    assert json.loads(convert_gemma("m", fields, [*types], [*types.values()])) == json.loads(expected)
-
-
-def test_a_vocabulary_of_gemma_with_a_token_twice_is_refused() -> None:
-    with pytest.raises(ModelLoadFailed, match=r"'a' twice in tokenizer\.ggml\.tokens"):
-        convert_gemma("m", {}, ["a", "b", "a"], [1, 1, 1])
 
 
 @pytest.mark.parametrize(
