@@ -54,7 +54,7 @@ def convert_bpe(file: GgufContents, model_type: str = "") -> str:
     Raises ModelLoadFailed that names the field at fault, also for a split into words that is not known.
     """
     kind = file.fields.get("tokenizer.ggml.model")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise refuse(file.model_id, f"its GGUF metadata set tokenizer.ggml.model to {kind!r}, which is not read here")
     tokens = file.texts("tokens")
     is_gemma = kind == "gemma4" or (kind == "llama" and model_type in _GEMMA)
