@@ -76,7 +76,8 @@ MODERN = {
     ),
     "eurobert": _build(transformers.EuroBertConfig, transformers.EuroBertModel, **_GROUPED),
     "nomic-bert": _build(transformers.NomicBertConfig, transformers.NomicBertModel),
-    "gte": _build(transformers.GteConfig, transformers.GteModel),
+    # As in `SINCE` of sie/catalog/architecture.py: transformers 5.17 lacks it.
+    **({"gte": _build(transformers.GteConfig, transformers.GteModel)} if hasattr(transformers, "GteConfig") else {}),
     "jina-v3": _build(transformers.JinaEmbeddingsV3Config, transformers.JinaEmbeddingsV3Model),
 }  # fmt: skip
 """With rotary factors: norms before, on both sides of, and after what layers add; gated MLPs; groups of heads; windows."""
