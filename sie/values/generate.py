@@ -35,6 +35,23 @@ ToolFormat = Literal["hermes", "llama", "gemma", "json"]
 # --- the card -------------------------------------------------------------------------------------------------------
 
 
+class TokenBans(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that a checkpoint forbids its model to choose."""
+
+    always: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
+    """Those that no answer begins with."""
+    sequences: tuple[tuple[int, ...], ...] = ()
+    """Two tokens or more each: the last one must not follow the others."""
+    ngram_size: int = 0
+    """So many tokens in a row do not occur twice in prompt and answer; of an encoder's prompt none count. 0: they may."""
+
+    @property
+    def depend_on_text(self) -> bool:
+        """Whether the tokens before decide which ones are forbidden."""
+        return bool(self.sequences or self.ngram_size)
+
+
 class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
     """A model's generation rule: the facts that a frontend needs to write its prompt and to read its output."""
 
@@ -56,7 +73,11 @@ class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
     """The checkpoint's own defaults (generation_config.json), or None."""
+    bans: TokenBans = TokenBans()
+    unserved_settings: tuple[str, ...] = ()
+    """Names of further settings in generation_config.json that would change answers, and that are not computed."""
     tool_format: ToolFormat = "json"
     """Its format of tool calls."""
     reasoning_tags: tuple[str, str] | None = None

@@ -133,7 +133,9 @@ class Generator:
 
     def _fit(self, ids: list[int], request: GenerateRequest, rule: GenerateRule) -> tuple[list[int], int]:
         context = min(rule.context_length, self._settings.max_context_tokens or rule.context_length)
-        return fit(ids, request.max_tokens, context, truncate=request.truncate_prompt)
+        ids, room = fit(ids, request.max_tokens, context, truncate=request.truncate_prompt)
+        own = rule.max_new_tokens if request.max_tokens is None else None
+        return ids, room if own is None else min(room, max(own, request.min_tokens))
 
     async def vocabulary(self, entry: ModelEntry) -> Vocabulary:
         """Return the vocabulary of an entry's model. Raises Internal if its tokenizer cannot be read."""
