@@ -19,6 +19,7 @@ from sie.workers.model_api import Draw, Matcher, Scored, Seen
 from sie.workers.runners.repeated_ngrams import followers
 
 _LEAST_CAPACITY = 32
+_NO_BANS = TokenBans()
 
 
 class Tokens:
@@ -103,7 +104,7 @@ class Job:
         *,
         number: int,
         eos_token_ids: tuple[int, ...],
-        bans: TokenBans = TokenBans(),
+        bans: TokenBans = _NO_BANS,
         decoder_start_id: int | None = None,
         is_alone: bool = False,
         arrived_ns: int = 0,
