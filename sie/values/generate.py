@@ -217,6 +217,8 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    given_call_id: str | None = None
+    """The same id as the client wrote it, if that differs, for errors."""
     reasoning: str | None = None
 
 
