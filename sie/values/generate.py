@@ -26,6 +26,8 @@ JSON_SPACE = r"[ ]?|\r?\n([ ]{0,24}|\t{0,6})"
 """The white space allowed between the parts of schema-bound JSON, as a regular expression: a blank, or a line break and
 an indent. Without this limit, small models may write only white space until their token limit."""
 
+GRAMMAR = "grammar"
+"""The field of a task whose errors a worker reports under this name."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 GrammarKind = Literal["json_schema", "regex", "lark", "llguidance", "ebnf"]
 """llguidance's names, except the last. llama.cpp's EBNF is converted to Lark before it is sent to a worker."""

@@ -419,6 +419,16 @@ async def test_a_checkpoint_s_max_new_tokens_is_a_default(bench: Bench) -> None:
 
 
 @on_bench
+async def test_a_worker_s_error_about_a_grammar_names_the_client_s_field(bench: Bench) -> None:
+    run = await bench.start(grammar=Grammar(kind="json_schema", value='{"$ref":"#"}'))
+    refused = BadRequest("grammar: no token can follow", extras={"param": "grammar"})
+    bench.rig.hand_workers[-1].fail(run.parts[0].pending.request_id, refused)
+    with pytest.raises(BadRequest, match=r"^Field 'response_format': no token can follow") as raised:
+        await run.whole()
+    assert raised.value.extras == {"param": "response_format"}
+
+
+@on_bench
 async def test_a_grammar_that_waits_for_others_ends_at_the_requests_deadline(bench: Bench) -> None:
     are_over = threading.Event()
     others = [bench.generator._grammars.submit(are_over.wait, DEADLINE_S) for _ in range(2)]
