@@ -15,8 +15,8 @@ import msgspec
 from sie.catalog.added_tokens import SPECIAL_NAMES, read_added_tokens
 from sie.catalog.extraction import count_positions
 from sie.catalog.files import Checkpoint, refuse
+from sie.catalog.generation_config import read_settings, with_settings
 from sie.values.card import ModelCard
-from sie.values.errors import ModelLoadFailed
 from sie.values.generate import GenerateRule, ToolFormat
 
 _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
@@ -74,17 +74,16 @@ def as_generator(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard
     Raises ModelLoadFailed for invalid settings.
     """
     settings = checkpoint.read_object("tokenizer_config.json")
-    generation = checkpoint.read_object("generation_config.json")
+    generation = read_settings(checkpoint, config)
     template, tool_template = _read_templates(checkpoint, settings)
     rule = make_rule(
-        checkpoint.id,
         template=template,
         tool_template=tool_template,
         specials=read_special_tokens(settings, checkpoint.read_object("special_tokens_map.json")),
         context_length=count_positions(config) or config.get("n_positions") or _NO_LIMIT,
         eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
-        defaults=generation,
     )
+    rule = with_settings(rule, checkpoint.id, generation, card.vocab_size)
     rule = msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(config))
     # Without an end token, because the model continues the prompt.
     return msgspec.structs.replace(
@@ -101,7 +100,7 @@ def as_encoder_decoder(checkpoint: Checkpoint, config: dict[str, Any], card: Mod
     generator = as_generator(checkpoint, config, card)
     rule = generator.generate
     assert rule is not None
-    defaults = checkpoint.read_object("generation_config.json")
+    defaults = read_settings(checkpoint, config)
     named = (defaults.get("decoder_start_token_id"), config.get("decoder_start_token_id"), config.get("pad_token_id"))
     start = next((token for token in named if isinstance(token, int)), None)
     if start is None or not 0 <= start < card.vocab_size:
@@ -132,26 +131,15 @@ def kv_token_bytes(config: dict[str, Any]) -> int:
 
 
 def make_rule(
-    model_id: str,
     *,
     template: str,
     tool_template: str,
     specials: dict[str, str],
     context_length: int,
     eos_token_ids: tuple[int, ...],
-    defaults: dict[str, Any],
 ) -> GenerateRule:
-    """Return the rule of a model from the facts in its files; defaults has the form of generation_config.json."""
-    rule = GenerateRule(
-        context_length=context_length,
-        eos_token_ids=eos_token_ids,
-        special_tokens=specials,
-        temperature=_number(model_id, defaults, "temperature", 0.0),
-        top_p=_number(model_id, defaults, "top_p", 0.0),
-        top_k=None if (top_k := _number(model_id, defaults, "top_k", 0.0)) is None else int(top_k),
-        min_p=_number(model_id, defaults, "min_p", 0.0),
-        repetition_penalty=_number(model_id, defaults, "repetition_penalty", 1e-9),
-    )
+    """Return the rule of a model from the facts in its files."""
+    rule = GenerateRule(context_length=context_length, eos_token_ids=eos_token_ids, special_tokens=specials)
     return _with_templates(rule, template, tool_template)
 
 
@@ -194,7 +182,10 @@ def read_special_tokens(settings: dict[str, Any], mapping: dict[str, Any]) -> di
 
 
 def _with_tokenizer(card: ModelCard) -> ModelCard:
-    """Add the tokenizer's facts: special texts, and the end of text when no other file names it."""
+    """Add the tokenizer's facts: special texts, and its end of text.
+
+    A checkpoint that was trained for chats often has its end of a turn there alone, so both ends count, as in vLLM.
+    """
     rule = card.generate
     assert rule is not None
     try:
@@ -203,9 +194,8 @@ def _with_tokenizer(card: ModelCard) -> ModelCard:
         raise refuse(card.id, f"tokenizer.json: {error.strerror}", "STORAGE") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise refuse(card.id, f"tokenizer.json cannot be read: {error}") from error
-    ends = rule.eos_token_ids
-    if not ends:
-        ends = tuple(token.id for token in added if token.content == rule.special_tokens.get("eos_token"))
+    own_ends = [token.id for token in added if token.content == rule.special_tokens.get("eos_token")]
+    ends = tuple(dict.fromkeys((*rule.eos_token_ids, *own_ends)))
     special = tuple(token.content for token in added if token.special or _CONTROL.fullmatch(token.content))
     if rule.is_encoder_decoder:  # the whole prompt is the user's, with marks such as "<2de>"
         special = ()
@@ -252,17 +242,4 @@ def _read_template(model_id: str, path: Path) -> str:
 
 def _ids(value: Any) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
-    return tuple(one for one in values if isinstance(one, int) and not isinstance(one, bool))
-
-
-def _number(model_id: str, defaults: dict[str, Any], name: str, least: float) -> float | None:
-    value = defaults.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-        raise _wrong(model_id, name, value)
-    return float(value)
-
-
-def _wrong(model_id: str, name: str, value: Any) -> ModelLoadFailed:
-    return refuse(model_id, f"generation_config.json sets {name} to {value!r}")
+    return tuple(one for one in values if isinstance(one, int) and not isinstance(one, bool) and one >= 0)

@@ -70,13 +70,11 @@ def read_rule(file: GgufContents, context_length: int, config: dict[str, Any]) -
     ends = [file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
     template = file.fields.get("tokenizer.chat_template", "")
     rule = make_rule(
-        file.model_id,
         template=template if isinstance(template, str) else "",
         tool_template="",
         specials={known: file.fields[name] for name, known in SPECIALS.items() if name in file.fields},
         context_length=context_length,
         eos_token_ids=tuple(dict.fromkeys(number for number in ends if isinstance(number, int))),
-        defaults={},
     )
     return msgspec.structs.replace(rule, kv_token_bytes=kv_token_bytes(config))
 

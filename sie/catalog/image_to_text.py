@@ -18,6 +18,7 @@ import msgspec
 
 from sie.catalog.added_tokens import AddedToken, read_added_tokens
 from sie.catalog.files import Checkpoint, refuse
+from sie.catalog.generation_config import is_off
 from sie.catalog.image_rule import read_image_rule, read_settings, read_values
 from sie.catalog.spec import ModelSpec
 from sie.catalog.tokenizer import keep_tokenizer
@@ -48,12 +49,12 @@ _AUTHORS_EXPECT: Final = {
     "add_final_layer_norm": False,
 }
 """Values of the authors' layout that the library's class computes; other ones are refused."""
-_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "min_length": (0,), "min_new_tokens": (0,),
-    "bad_words_ids": (), "suppress_tokens": (), "begin_suppress_tokens": (), "sequence_bias": (),
-    "exponential_decay_length_penalty": (), "encoder_no_repeat_ngram_size": (0,), "guidance_scale": (1,),
-}  # fmt: skip
-"""Settings of generation that would change the likeliest token, with the values that do not."""
+_NOT_COMPUTED: Final = (
+    "repetition_penalty", "encoder_repetition_penalty", "min_length", "min_new_tokens", "bad_words_ids",
+    "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "exponential_decay_length_penalty",
+    "encoder_no_repeat_ngram_size", "guidance_scale",
+)  # fmt: skip
+"""Settings of generation that would change the likeliest token."""
 _VISION_DEFAULTS: Final[dict[str, Any]] = {
     "patch_size": (7, 3, 3, 3), "patch_stride": (4, 2, 2, 2), "patch_padding": (3, 1, 1, 1),
 }  # fmt: skip
@@ -263,8 +264,8 @@ def _generation(checkpoint: Checkpoint, decoder: dict[str, Any]) -> dict[str, An
     """
     own = checkpoint.read_object("generation_config.json")
     settings = {**decoder, **{name: value for name, value in own.items() if value is not None}}
-    for name, neutral in _NEUTRAL.items():
-        if settings.get(name) is not None and settings[name] not in neutral:
+    for name in _NOT_COMPUTED:
+        if not is_off(name, settings.get(name)):
             raise refuse(checkpoint.id, f"its generation sets {name} to {settings[name]!r}, which is not computed")
     return settings
 

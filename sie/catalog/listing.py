@@ -198,6 +198,8 @@ def render_table(rows: list[ModelRow]) -> str:
             lines.append(f"  quantised: {row.card.quantised}, dequantised at load")
         if row is not None and row.card is not None and row.card.accept_token_ids:
             lines.append("  accept_token_ids: true")
+        if row is not None and row.card is not None and row.card.generate and row.card.generate.unserved_settings:
+            lines.append(f"  no effect: {', '.join(row.card.generate.unserved_settings)} (generation_config.json)")
         if row is not None and row.error:
             lines.append(f"  cannot be served: {row.error}")
         if row is not None and row.not_checked:

@@ -363,6 +363,8 @@ class Loads:
         for worker in workers:
             if worker.channel is not None:
                 record.apply_at(worker.slot, "ask")
+        if card.generate is not None and (names := card.generate.unserved_settings):
+            _log.warning("%s: its generation_config.json sets what has no effect here: %s", card.id, ", ".join(names))
         rooms = self._cache_rooms(record, [worker.slot for worker in workers])
         for worker in workers:
             self._children.send(worker, messages.Load(card, rooms[worker.slot]))

@@ -26,6 +26,8 @@ JSON_SPACE = r"[ ]?|\r?\n([ ]{0,24}|\t{0,6})"
 """The white space allowed between the parts of schema-bound JSON, as a regular expression: a blank, or a line break and
 an indent. Without this limit, small models may write only white space until their token limit."""
 
+GRAMMAR = "grammar"
+"""The field of a task whose errors a worker reports under this name."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 GrammarKind = Literal["json_schema", "regex", "lark", "llguidance", "ebnf"]
 """llguidance's names, except the last. llama.cpp's EBNF is converted to Lark before it is sent to a worker."""
@@ -33,6 +35,23 @@ ToolFormat = Literal["hermes", "llama", "gemma", "json"]
 
 
 # --- the card -------------------------------------------------------------------------------------------------------
+
+
+class TokenBans(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that a checkpoint forbids its model to choose."""
+
+    always: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
+    """Those that no answer begins with."""
+    sequences: tuple[tuple[int, ...], ...] = ()
+    """Two tokens or more each: the last one must not follow the others."""
+    ngram_size: int = 0
+    """So many tokens in a row do not occur twice in prompt and answer; of an encoder's prompt none count. 0: they may."""
+
+    @property
+    def depend_on_text(self) -> bool:
+        """Whether the tokens before decide which ones are forbidden."""
+        return bool(self.sequences or self.ngram_size)
 
 
 class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +75,11 @@ class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
     """The checkpoint's own defaults (generation_config.json), or None."""
+    bans: TokenBans = TokenBans()
+    unserved_settings: tuple[str, ...] = ()
+    """Names of further settings in generation_config.json that would change answers, and that are not computed."""
     tool_format: ToolFormat = "json"
     """Its format of tool calls."""
     reasoning_tags: tuple[str, str] | None = None
@@ -196,6 +219,8 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    given_call_id: str | None = None
+    """The same id as the client wrote it, if that differs, for errors."""
     reasoning: str | None = None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
@@ -58,6 +59,14 @@ def flood() -> str:
 def large() -> str:
     """Answer with much text."""
     return "y" * 100_000
+
+
+@server.tool()
+async def learn(name: str, context: Context) -> str:
+    """Have one more tool."""
+    server.add_tool(add, name=name)
+    await context.notify_tools_changed()
+    return name
 
 
 async def serve_websocket(port: int) -> None:

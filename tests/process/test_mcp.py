@@ -86,8 +86,8 @@ def mcp(label: str, **fields: Any) -> dict[str, Any]:
 
 def test_models_say_what_is_connected(client: Client) -> None:
     extra: Any = client.openai.models.retrieve("s").model_extra
-    assert (extra["mcp_servers_connected"], extra["mcp_tools_count"]) == (4, 23)
-    assert [one.model_extra["mcp_tools_count"] for one in client.openai.models.list()] == [23, 23]  # type: ignore[index]
+    assert (extra["mcp_servers_connected"], extra["mcp_tools_count"]) == (4, 26)
+    assert [one.model_extra["mcp_tools_count"] for one in client.openai.models.list()] == [26, 26]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("label", "name"), [("local", "l_add"), ("web", "web_add"), ("socket", "socket_add")])
@@ -303,6 +303,22 @@ def test_tools_are_listed_anew_when_a_server_says_that_they_have_changed() -> No
                 await asyncio.sleep(0.01)
 
     with_servers(work, stdio("d", args=(DOUBLE, "careless")))
+
+
+def test_tools_are_listed_anew_when_a_subscription_says_that_they_have_changed() -> None:
+    """From 2026-07-28 on, a server tells of changes on the stream of `subscriptions/listen` alone."""
+
+    async def work(servers: McpServers) -> None:
+        await connected(servers)
+        for name in ("first", "second"):
+            learns = msgspec.structs.replace(tool("learn"), arguments=json.dumps({"name": name}))
+            assert not (await servers.run(learns)).problem
+            while f"d_{name}" not in {one.name for one in servers.list_tools().servers[0].tools}:  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.01)
+
+    with double("http") as port:
+        with_servers(work, {"name": "d", "source": {"type": "Http", "url": f"http://127.0.0.1:{port}/mcp"}})
+    with_servers(work, stdio("d"))
 
 
 def test_a_call_that_is_given_up_leaves_the_connection() -> None:

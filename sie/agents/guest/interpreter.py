@@ -11,7 +11,9 @@ import base64
 import builtins
 import contextlib
 import io
+import itertools
 import json
+import linecache
 import os
 import signal
 import struct
@@ -27,7 +29,7 @@ _MAX_FRAMES: Final = 16
 _MAX_PICTURE_BYTES: Final = 8 << 20
 _MAX_PICTURE_CHARS: Final = 44 << 20
 """All pictures of a call in base64. The agent process takes a little more."""
-_NAME: Final = "<code>"
+_numbers: Final = itertools.count(1)
 
 
 def main() -> None:
@@ -75,13 +77,15 @@ def run(code: str, variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile(code: str) -> tuple[CodeType, CodeType | None]:
-    """Return the statements, and the last one alone if it is an expression."""
-    tree = ast.parse(code, _NAME)
+    """Return the statements, and the last one alone if it is an expression. Tracebacks show their lines from then on."""
+    name = f"<code {next(_numbers)}>"  # functions of earlier code keep their own lines
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    tree = ast.parse(code, name)
     last = None
     if tree.body and isinstance(tree.body[-1], ast.Expr):
         expression = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
-        last = compile(expression, _NAME, "eval")
-    return compile(tree, _NAME, "exec"), last
+        last = compile(expression, name, "eval")
+    return compile(tree, name, "exec"), last
 
 
 def _clean(text: str) -> str:

@@ -192,6 +192,14 @@ class _Connection:
 
     async def _follow(self, client: Client, lost: asyncio.Future[str], changed: asyncio.Event) -> str:
         """Return why the connection ended. Until then, list the tools anew when the server says that they have changed."""
+        listening = asyncio.ensure_future(_listen(client, changed))
+        try:
+            return await self._list_again(client, lost, changed)
+        finally:
+            listening.cancel()
+            await asyncio.wait((listening,))
+
+    async def _list_again(self, client: Client, lost: asyncio.Future[str], changed: asyncio.Event) -> str:
         while True:
             news = asyncio.ensure_future(changed.wait())
             try:
@@ -228,6 +236,34 @@ class _Connection:
             name=f"{self._server.prefix}_{tool.name}", own_name=tool.name,
             description=(tool.description or "")[:_MAX_DESCRIPTION_CHARS], parameters=msgspec.json.decode(schema),
         )  # fmt: skip
+
+
+async def _listen(client: Client, changed: asyncio.Event) -> None:
+    """Hear of changed tools from a server that tells of them on a stream of its own, as from protocol 2026-07-28 on.
+
+    A stream that ends is opened again. Each beginning counts as a change: nobody was told of those before it.
+    """
+    from mcp import MCPError
+    from mcp.client.subscriptions import ListenNotSupportedError
+    from mcp_types import METHOD_NOT_FOUND
+
+    again_s = _LISTING_PAUSE_S
+    while True:
+        try:
+            async with client.listen(tools_list_changed=True) as events:
+                if not events.honored.tools_list_changed:
+                    return
+                changed.set()
+                async for _ in events:
+                    again_s = _LISTING_PAUSE_S
+                    changed.set()
+        except ListenNotSupportedError:  # an older server
+            return
+        except Exception as error:  # libraries below raise their own
+            if isinstance(error, MCPError) and error.code == METHOD_NOT_FOUND:
+                return
+        await asyncio.sleep(again_s)
+        again_s = min(2 * again_s, _LAST_AGAIN_S)
 
 
 def _ignore(_reason: str) -> None:

@@ -64,7 +64,12 @@ class PythonSession:
             except BaseException:
                 ours.close()
                 raise
-        self._streams = await asyncio.open_unix_connection(sock=ours)
+        try:
+            self._streams = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            self.box.end("its caller gave up")
+            raise
         return await self._watched(self._read(), _START_TIMEOUT_S)
 
     @property

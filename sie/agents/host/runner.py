@@ -1,6 +1,7 @@
 """Runs the calls of tools. At most `agent_running` of those that compute run at once; others wait their turn.
 
-A mistake in a call's arguments is a result for the model, not an error: the model may do better next time.
+A mistake in a call's arguments is a result for the model, not an error: the model may do better next time. So is a host
+that has no disk, memory, process or descriptor left for a call: the run goes on without it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from sie.agents.messages import FindFiles, FoundFiles, RunTool, ToolResult, fail
 from sie.agents.pictures import bound_pictures, note_left_out
 from sie.agents.store.store import Store
 from sie.config.agent_settings import Agents
+from sie.runtime.logs import get_logger
 from sie.runtime.sandbox import WORK, Program, Sandbox
 from sie.values.agent import AgentFile
-from sie.values.errors import Forbidden, text_without_paths
+from sie.values.errors import Forbidden, Unavailable, text_without_paths
 
+_log = get_logger(__name__)
 _MAX_SCRIPT_BYTES: Final = 100_000
 """A shell takes its script as one argument, which the kernel limits."""
 _MAX_READ_CHARS: Final = 65_536
@@ -110,7 +113,13 @@ class Tools:
             self._tools[tools.SHELL] = (_Shell, self._run_shell)
 
     async def run(self, call: RunTool) -> ToolResult:
-        """Run one call. Raises Forbidden for a tool of this server that is off."""
+        """Run one call. Raises Forbidden for a tool of this server that is off, and Overloaded."""
+        try:
+            return await self._run(call)
+        except (OSError, MemoryError, RuntimeError) as error:
+            return failed(f"The call did not run: {_shortage(error, call.name)}")
+
+    async def _run(self, call: RunTool) -> ToolResult:
         found = self._tools.get(call.name) if not call.server else None
         if found is None:
             return await self._others(call)
@@ -128,10 +137,13 @@ class Tools:
                 return failed(str(error))
 
     async def find_files(self, question: FindFiles) -> FoundFiles:
-        """Return the files that a request asked for by name."""
+        """Return the files that a request asked for by name. Raises Overloaded, and Unavailable if the host cannot look."""
         place = (question.run_id, question.round, question.turn)
-        async with self._sessions.use(question.owner, question.session) as session:
-            found = await self._keep(session, self._files.show, place, tools.SURFACE, question.names)
+        try:
+            async with self._sessions.use(question.owner, question.session) as session:
+                found = await self._keep(session, self._files.show, place, tools.SURFACE, question.names)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise Unavailable(f"The files were not looked for: {_shortage(error, tools.SURFACE)}") from error
         return FoundFiles(tuple(found))
 
     async def _keep(self, session: Session, show: Callable[..., Iterator[ShownFile]], *what: Any) -> list[AgentFile]:
@@ -261,6 +273,16 @@ class Tools:
             reason = f": {text_without_paths(self._sandbox.problem)}" if self._sandbox.problem else ""
             text = f"This host has no sandbox for code and commands{reason} (see `sie doctor`); the operator may set `--sandbox off`"
             raise Forbidden(text, code="SANDBOX_MISSING")
+
+
+def _shortage(error: Exception, tool: str) -> str:
+    """Return what the host lacks, without its paths. Raises the error again if it is of another kind."""
+    if isinstance(error, RuntimeError) and "thread" not in str(error):  # one that cannot start is a RuntimeError, too
+        raise error
+    _log.warning("a call of %s did not run: %s: %s", tool, type(error).__name__, error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"the server's host says {error.strerror!r}"
+    return "the server's host has no room for it now"
 
 
 async def _to_end(box: Sandboxed, timeout_s: float) -> tuple[int, bool]:

@@ -89,26 +89,33 @@ class Sandboxed:
 
     def start(self, program: Program, pass_fds: tuple[int, ...] = ()) -> None:
         """Start it. Call this on the main thread, whose end is the end of the sandbox. Raises OSError."""
-        pipes = [os.pipe(), os.pipe()]
-        try:
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
+            undo.callback(self._leave_group)
+            pipes: list[tuple[int, int]] = []
+            for _ in range(2):
+                pipes.append(os.pipe())
+                undo.callback(os.close, pipes[-1][0])
+                theirs.callback(os.close, pipes[-1][1])
             self._process = subprocess.Popen(  # noqa: S603  # bubblewrap and our own entry
                 self._grouped(self._sandbox.command(self.home, program)), stdin=subprocess.DEVNULL, stdout=pipes[0][1], stderr=pipes[1][1],
                 pass_fds=pass_fds, env=self._sandbox.environment(self.home), start_new_session=True,
             )  # fmt: skip
-        except BaseException:
-            for ours, _ in pipes:
-                os.close(ours)
-            self._leave_group()
-            raise
-        finally:
-            for _, theirs in pipes:
-                os.close(theirs)
+            undo.callback(self._abandon)
+            pidfd = os.pidfd_open(self._process.pid)
+            undo.pop_all()
         for (ours, _), captured in zip(pipes, (self.stdout, self.stderr), strict=True):
             os.set_blocking(ours, False)
             self._pipes[ours] = captured
             self._loop.add_reader(ours, self._on_output, ours)
-        pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(pidfd, self._on_end, pidfd)
+
+    def _abandon(self) -> None:
+        """End a process whose end nobody could see."""
+        process = self._process
+        self.end()
+        self._process = None
+        if process is not None:
+            process.wait()
 
     def _grouped(self, command: list[str]) -> list[str]:
         """Return the command line in a group of its own, if there are groups. Raises OSError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import shutil
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
@@ -97,13 +98,17 @@ class Sessions:
             await _remove(path)
 
     async def find(self, owner: str, name: str) -> Session:
-        """Return a session, a new one if need be. Raises Overloaded if every session is in use."""
+        """Return a session, a new one if need be. Raises Overloaded if every session is in use, and OSError."""
         while (owner, name) not in self._sessions and len(self._sessions) >= self._max_sessions:
             await self._remove_oldest()  # another call may begin this session, or take the room, in the meantime
         session = self._sessions.pop((owner, name), None)
         if session is None:
             home = self._root / secrets.token_hex(8)
-            make_home(home, self._sandbox)
+            try:
+                make_home(home, self._sandbox)
+            except OSError:
+                shutil.rmtree(home, ignore_errors=True)  # it has nothing of a stranger yet
+                raise
             session = Session(owner, name, home)
         self._sessions[owner, name] = session  # the last one is the most recently used
         session.used_s = time.monotonic()
@@ -111,7 +116,7 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def use(self, owner: str, name: str) -> AsyncIterator[Session]:
-        """Hold a session, as `find` gives it, for one call, after the calls that came before. Raises Overloaded."""
+        """Hold a session, as `find` gives it, for one call, after the calls that came before. Raises its errors."""
         session = await self.find(owner, name)
         session.num_calls += 1  # ORDER: nothing is awaited since `find`, so nobody has removed it
         try:

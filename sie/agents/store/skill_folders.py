@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -44,17 +45,17 @@ def _entry(skill: ShownSkill) -> str:
 
 def list_skill(archive: Path) -> list[str]:
     """Return the paths of the files of a skill, below its folder. Raises OSError and zipfile.BadZipFile."""
-    with zipfile.ZipFile(archive) as opened:
+    with _opened(archive) as opened:
         return [name.partition("/")[2] for name in opened.namelist()]
 
 
 def measure_skill(archive: Path) -> tuple[int, int]:
     """Return the bytes of a skill's files, and the number of its files and folders. Raises OSError."""
     try:
-        with zipfile.ZipFile(archive) as opened:
+        with _opened(archive) as opened:
             infos = opened.infolist()
     except zipfile.BadZipFile as error:
-        raise OSError(0, f"its archive is damaged: {error}") from None
+        raise OSError(0, str(error)) from None
     folders = {parent for info in infos for parent in Path(info.filename).parents}
     return sum(info.file_size for info in infos), len(infos) + len(folders)
 
@@ -63,7 +64,7 @@ def unpack_skill(archive: Path, target: Path) -> None:
     """Write the files of a skill below target, which is made, for everyone to read. Raises OSError."""
     target.mkdir(mode=0o755)
     try:
-        with zipfile.ZipFile(archive) as opened:
+        with _opened(archive) as opened:
             for info in opened.infolist():
                 path = target / info.filename.partition("/")[2]
                 path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -72,4 +73,16 @@ def unpack_skill(archive: Path, target: Path) -> None:
         for folder, _folders, _files in os.walk(target):
             Path(folder).chmod(0o755)
     except zipfile.BadZipFile as error:
-        raise OSError(0, f"its archive is damaged: {error}") from None
+        raise OSError(0, str(error)) from None
+
+
+@contextmanager
+def _opened(archive: Path) -> Generator[zipfile.ZipFile]:
+    """Open an archive. Raises BadZipFile for whatever else `zipfile` and zlib raise about a damaged one, and OSError."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            yield opened
+    except OSError:
+        raise
+    except Exception as error:  # zlib.error, EOFError, RuntimeError, NotImplementedError, struct.error, ...
+        raise zipfile.BadZipFile(f"its archive is damaged: {error}") from None

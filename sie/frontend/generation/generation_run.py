@@ -11,8 +11,9 @@ from typing import Final, Protocol
 from sie.frontend.engine.interface import Engine, Pending
 from sie.frontend.engine.token_stream import TokenStream
 from sie.frontend.generation.reader import Reader
-from sie.values.errors import Internal, SieError, untied
+from sie.values.errors import BadRequest, Internal, SieError, untied
 from sie.values.generate import (
+    GRAMMAR,
     ChoiceReply,
     Ended,
     Finished,
@@ -65,8 +66,9 @@ class Run:
 
     def __init__(
         self, engine: Engine, model: str, parts: Sequence[Part], news: asyncio.Event,
-        *, began_ns: int, meter: TokenMeter, prompts: Sequence[str] = (),
+        *, began_ns: int, meter: TokenMeter, prompts: Sequence[str] = (), grammar_field: str = GRAMMAR,
     ) -> None:  # fmt: skip
+        """Take the parts, and the name of the field by which the client gave its grammar."""
         self.model = model
         """Id of the answering model."""
         self.prompts = prompts
@@ -78,6 +80,7 @@ class Run:
         self._news = news
         self._began_ns = began_ns
         self._meter = meter
+        self._grammar_field = grammar_field
         self._is_started = False
         self._error: SieError | None = None
         self._choices: dict[int, ChoiceReply] | None = None
@@ -192,10 +195,11 @@ class Run:
         try:
             for part in self.parts:
                 self._read(part, events)
-        except SieError as error:
+        except SieError as raised:
+            error = self._with_field(raised)
             self.give_up(error)
             if not events:
-                raise
+                raise error from None
             self._error = untied(error)
             self._news.set()
         if events and not self._is_started:
@@ -206,6 +210,13 @@ class Run:
             self.is_over = True
             events.append(Ended(self.usage()))
         return events
+
+    def _with_field(self, error: SieError) -> SieError:
+        """Return an error with the client's own name of the field, if it is a worker's about the grammar."""
+        if not isinstance(error, BadRequest) or error.extras.get("param") != GRAMMAR:
+            return error
+        problem, field = error.message.removeprefix(f"{GRAMMAR}: "), self._grammar_field
+        return BadRequest(f"Field '{field}': {problem}", extras={"param": field})
 
     def _read(self, part: Part, events: list[GenerateEvent]) -> None:
         """Add the events of a part's new records."""

@@ -34,7 +34,7 @@ from sie.ipc.messages import ModelEntry
 from sie.native.preempt import free
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, DeadlineExceeded
-from sie.values.generate import GenerateRequest, GenerateRule, GenerateTask, Grammar, Sampling
+from sie.values.generate import GRAMMAR, GenerateRequest, GenerateRule, GenerateTask, Grammar, Sampling
 from sie.values.work import WorkHeader
 
 _encode_task: Final = msgspec.msgpack.Encoder().encode
@@ -93,7 +93,10 @@ class Generator:
         news = asyncio.Event()
         tasks = [_task_of(task, number, max_tokens) for number, (_, max_tokens) in enumerate(fitted)]
         parts = await self._submit(entry.card.id, read, tasks, new_readers, news=news, deadline_ns=deadline_ns)
-        return Run(self._engine, entry.card.id, parts, news, began_ns=began_ns, meter=self._meter, prompts=texts)
+        return Run(
+            self._engine, entry.card.id, parts, news, began_ns=began_ns, meter=self._meter, prompts=texts,
+            grammar_field=grammar.field if grammar is not None else GRAMMAR,
+        )  # fmt: skip
 
     async def _submit(
         self, model: str, prompts: Sequence[list[int]], tasks: Sequence[GenerateTask],
@@ -133,7 +136,9 @@ class Generator:
 
     def _fit(self, ids: list[int], request: GenerateRequest, rule: GenerateRule) -> tuple[list[int], int]:
         context = min(rule.context_length, self._settings.max_context_tokens or rule.context_length)
-        return fit(ids, request.max_tokens, context, truncate=request.truncate_prompt)
+        ids, room = fit(ids, request.max_tokens, context, truncate=request.truncate_prompt)
+        own = rule.max_new_tokens if request.max_tokens is None else None
+        return ids, room if own is None else min(room, max(own, request.min_tokens))
 
     async def vocabulary(self, entry: ModelEntry) -> Vocabulary:
         """Return the vocabulary of an entry's model. Raises Internal if its tokenizer cannot be read."""

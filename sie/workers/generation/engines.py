@@ -155,7 +155,7 @@ class Generators:
             )
         return Job(
             request, task, len(prompt), number=self._num_jobs, eos_token_ids=card.generate.eos_token_ids,
-            decoder_start_id=start_id, is_alone=request.is_alone, arrived_ns=now_ns,
+            bans=card.generate.bans, decoder_start_id=start_id, is_alone=request.is_alone, arrived_ns=now_ns,
         )  # fmt: skip
 
     def _start(self, job: Job, compiled: Compiled) -> None:

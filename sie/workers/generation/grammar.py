@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Internal, SieError
-from sie.values.generate import JSON_SPACE
+from sie.values.generate import GRAMMAR, JSON_SPACE
 from sie.workers.generation.tags import Spellings, read_spellings
 from sie.workers.model_api import Matcher
 from sie.workers.stall_notices import reading
@@ -66,7 +66,7 @@ class GrammarMatcher:
         if not self._matcher.consume_tokens(self._spellings.spell(self._matcher, token_id)):
             problem = _problem_of(self._matcher)
             if problem.startswith(_TOO_COMPLEX):
-                raise BadRequest(f"grammar: {problem}")
+                raise refused(problem)
             raise Internal(f"token {token_id} does not follow the grammar: {problem}")
 
     def fork(self) -> GrammarMatcher:
@@ -100,7 +100,7 @@ class GrammarMatcher:
     def _mend(self, words: NDArray[np.int32]) -> SieError | None:
         """Correct the library's mask, or return the error that kept it from making one."""
         if self._matcher.is_error():
-            return BadRequest(f"grammar: {_problem_of(self._matcher)}")
+            return refused(_problem_of(self._matcher))
         self._spellings.mend(self._matcher, words)
         return None
 
@@ -122,9 +122,9 @@ class GrammarCompiler:
             vocabulary, spellings = self._vocabulary(vocab_size)
             matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
         except ValueError as error:
-            raise BadRequest(f"grammar: {error}") from error
+            raise refused(str(error)) from error
         if matcher.is_error():
-            raise BadRequest(f"grammar: {_problem_of(matcher)}")
+            raise refused(_problem_of(matcher))
         return GrammarMatcher(matcher, vocabulary.vocab_size, spellings)
 
     def read_vocabulary(self, vocab_size: int) -> None:
@@ -157,6 +157,11 @@ class GrammarCompiler:
 def _executor() -> LLExecutor:
     """Return this process's mask threads: at most half of its cores, as a forward pass runs on the same cores."""
     return LLExecutor(min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)))
+
+
+def refused(problem: str) -> BadRequest:
+    """Return the error for a grammar. The frontend knows by which field the client gave it."""
+    return BadRequest(f"{GRAMMAR}: {problem}", extras={"param": GRAMMAR})
 
 
 def _problem_of(matcher: LLMatcher) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from sie.runtime.logs import get_logger
-from sie.values.errors import BadRequest, Internal, SieError
+from sie.values.errors import Internal, SieError
+from sie.workers.generation.grammar import refused
 from sie.workers.generation.sequences import Job
 from sie.workers.model_api import GenerateRunner, Matcher
 
@@ -74,8 +75,8 @@ class Compiler:
         for task, until_ns in list(self._under_way.values()):
             if until_ns <= now_ns:
                 del self._under_way[task.job]
-                text = f"grammar: it did not compile within grammar_timeout_s ({self._timeout_s:g} s)"
-                task.on_done(task.job, BadRequest(text))
+                text = f"it did not compile within grammar_timeout_s ({self._timeout_s:g} s)"
+                task.on_done(task.job, refused(text))
 
     def _start_next(self) -> None:
         while self._waiting and self.num_threads < _MAX_THREADS:

@@ -6,17 +6,20 @@ sequence. `Job.request` is opaque here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.values.generate import GenerateTask, TokenLogprob
+from sie.values.generate import GenerateTask, TokenBans, TokenLogprob
 from sie.workers.generation.kv import first_key
 from sie.workers.generation.prompt_scores import PromptScores
 from sie.workers.model_api import Draw, Matcher, Scored, Seen
+from sie.workers.runners.repeated_ngrams import followers
 
 _LEAST_CAPACITY = 32
+_NO_BANS = TokenBans()
 
 
 class Tokens:
@@ -89,7 +92,7 @@ class Job:
     """One request to generate. A lower number is older."""
 
     __slots__ = (
-        "arrived_ns", "decoder_start_id", "first_token_ns", "forbidden", "forbidden_early", "is_alone", "is_proven", "is_redrawn", "matchers", "num_cached",
+        "arrived_ns", "bans", "decoder_start_id", "first_token_ns", "forbidden", "forbidden_early", "is_alone", "is_proven", "is_redrawn", "matchers", "num_cached",
         "num_encoded", "num_generated", "num_prompt", "number", "request", "scores", "sequences", "started_ns", "stops", "task",
     )  # fmt: skip
 
@@ -101,6 +104,7 @@ class Job:
         *,
         number: int,
         eos_token_ids: tuple[int, ...],
+        bans: TokenBans = _NO_BANS,
         decoder_start_id: int | None = None,
         is_alone: bool = False,
         arrived_ns: int = 0,
@@ -122,8 +126,9 @@ class Job:
         """Whether a step that had begun ahead could not give its token: from then on it runs in steps that do not."""
         ends = () if task.ignore_eos else eos_token_ids
         self.stops = frozenset((*ends, *task.stop_token_ids))
-        self.forbidden = tuple(set(eos_token_ids) - self.stops)
-        self.forbidden_early = tuple(self.stops.union(eos_token_ids))
+        self.bans = bans
+        self.forbidden = tuple((set(eos_token_ids) - self.stops).union(bans.always))
+        self.forbidden_early = tuple(self.stops.union(eos_token_ids, bans.always))
         """Tokens that no choice may have among its first `min_tokens`."""
         self.scores = None if task.prompt_logprobs is None else PromptScores(num_prompt, task.prompt_logprobs)
         self.matchers: list[Matcher] = []
@@ -146,19 +151,29 @@ class Job:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host must see a token before the next one can be drawn: for a grammar, and to count tokens."""
-        return bool(self.matchers) or self.counts_tokens or self.is_redrawn
+        """Whether the host must see a token before the next one can be drawn, as for a grammar and to count tokens."""
+        return bool(self.matchers) or self.counts_tokens or self.bans.depend_on_text or self.is_redrawn
 
-    def choice_draw(self, choice: int, position: int, seen: Seen | None) -> Draw:
-        """Return the draw of a choice's next token, at this position and after these tokens."""
+    def banned(self, tokens: Tokens, position: int) -> tuple[int, ...]:
+        """Return what the checkpoint forbids at this position after these tokens, besides what it always forbids."""
+        bans = self.bans
+        first = bans.first if position == self.num_prompt else ()
+        if not bans.depend_on_text:
+            return first
+        ids = tokens.view(self.num_encoded, len(tokens))
+        return (*first, *_completing(bans.sequences, ids), *followers(ids, bans.ngram_size))
+
+    def choice_draw(self, choice: int, position: int, seen: Seen | None, banned: tuple[int, ...]) -> Draw:
+        """Return the draw of a choice's next token, at this position, after these tokens and without those banned."""
         task = self.task
         is_early = position < self.num_prompt + task.min_tokens
+        forbidden = self.forbidden_early if is_early else self.forbidden
         return Draw(
             task.sampling,
             choice,
             position,
             seen,
-            self.forbidden_early if is_early else self.forbidden,
+            forbidden + banned,
             task.logprobs,
             self.matchers[choice] if self.matchers else None,
             self.num_prompt,
@@ -243,7 +258,8 @@ class Sequence:
         seen = self.seen.read(self.tokens) if job.counts_tokens else None
         choices = range(job.task.num_choices) if self.is_first else (self.choice,)
         position = len(self.tokens) + self.num_drawing
-        return tuple([job.choice_draw(choice, position, seen) for choice in choices])
+        banned = job.banned(self.tokens, position)
+        return tuple([job.choice_draw(choice, position, seen, banned) for choice in choices])
 
     def fork(self, choice: int) -> Sequence:
         """Return another choice of the same prompt, with the same blocks; the caller must `hold` them."""
@@ -268,3 +284,9 @@ class Part(NamedTuple):
         """Whether its result counts: its sequence has not ended, and has kept its blocks, since the step was launched."""
         begun = self.sequence.begun
         return bool(begun) and begun[0] is self
+
+
+def _completing(sequences: Collection[tuple[int, ...]], ids: NDArray[np.int32]) -> list[int]:
+    """Return the last token of each sequence whose other tokens are the last of ids (t,)."""
+    last = tuple(ids[-max(map(len, sequences), default=1) :].tolist())
+    return [end for *begun, end in sequences if last[-len(begun) :] == tuple(begun)]

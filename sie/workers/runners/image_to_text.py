@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ from sie.workers.model_api import RowStep, SearchedImage, StepOutputs
 from sie.workers.runners.cross_decoder import CrossDecoder, Memory
 from sie.workers.runners.detect import PixelScale, check_queries, stack_pixels
 from sie.workers.runners.encode import weight_bytes
+from sie.workers.runners.repeated_ngrams import followers
 from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
 
 _STEP_NS: Final = 50_000_000
@@ -53,10 +53,7 @@ class Answer:
         self._num_prompt = num_prompt
         self._end = end
         self._error: SieError | None = None
-        self._followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        """The last tokens of the n-grams so far (n is no_repeat_ngram), by the tokens before the last one."""
-        for token in start[:end]:
-            self._append(token)
+        self.tokens += start[:end]
         self.is_complete = len(self.tokens) == end
 
     @property
@@ -72,29 +69,20 @@ class Answer:
     @property
     def banned(self) -> Sequence[int]:
         """The tokens that must not come next."""
-        size = self._rule.no_repeat_ngram
-        if not 0 < size <= len(self.tokens):
-            return self._rule.forbidden_ids
-        key = tuple(self.tokens[len(self.tokens) - size + 1 :])
-        return (*self._rule.forbidden_ids, *self._followers.get(key, ()))
+        rule = self._rule
+        return (*rule.forbidden_ids, *followers(np.array(self.tokens, np.int32), rule.no_repeat_ngram))
 
     def add(self, token: int) -> None:
         """Add the next token."""
         if token in self._rule.end_ids:
             self.is_complete = True
             return
-        self._append(token)
+        self.tokens.append(token)
         self.is_complete = len(self.tokens) == self._end
 
     def fail(self, error: SieError) -> None:
         """End the answer with an error."""
         self._error, self.is_complete = error, True
-
-    def _append(self, token: int) -> None:
-        self.tokens.append(token)
-        size = self._rule.no_repeat_ngram
-        if 0 < size <= len(self.tokens):
-            self._followers[tuple(self.tokens[-size:-1])].append(token)
 
 
 class ImageToTextRunner:

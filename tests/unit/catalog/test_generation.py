@@ -97,6 +97,74 @@ def test_the_tokenizer_names_the_end_where_nothing_else_does(directory: Path) ->
     assert rule.special_tokens == {"eos_token": "<|im_end|>"}
 
 
+def test_the_tokenizer_s_end_counts_beside_those_of_other_files(directory: Path) -> None:
+    """A checkpoint that was trained for chats may have its end of a turn in the tokenizer's files alone."""
+    write(directory, "generation_config.json", {"eos_token_id": [3, -1]})
+    write(directory, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    assert read(directory).generate.eos_token_ids == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"do_sample": False}, 0.0),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, 0.0),
+        ({"do_sample": True, "temperature": 0.7}, 0.7),
+        ({"temperature": 0.7}, 0.7),
+        ({}, None),
+    ],
+)
+def test_without_sampling_the_likeliest_token_is_the_default(
+    directory: Path, settings: dict[str, Any], expected: float | None
+) -> None:
+    write(directory, "generation_config.json", settings)
+    assert read(directory).generate.temperature == expected
+
+
+def test_without_generation_config_the_older_settings_of_config_count(directory: Path) -> None:
+    write(directory, "config.json", {**CONFIG, "no_repeat_ngram_size": 3, "do_sample": False})
+    assert (read(directory).generate.bans.ngram_size, read(directory).generate.temperature) == (3, 0.0)
+    write(directory, "generation_config.json", {"eos_token_id": 7})
+    assert (read(directory).generate.bans.ngram_size, read(directory).generate.temperature) == (0, None)
+
+
+def test_forbidden_tokens_are_those_of_the_vocabulary(directory: Path) -> None:
+    settings = {
+        "suppress_tokens": [1, 64, -1],
+        "begin_suppress_tokens": [2],
+        "bad_words_ids": [[7], [9], [3, 4], [5, 64]],
+    }
+    write(directory, "generation_config.json", settings)
+    bans = read(directory).generate.bans
+    assert (bans.always, bans.first, bans.sequences) == ((1, 9), (2,), ((3, 4),))  # 7 is the end, which may be chosen
+
+
+def test_settings_without_an_effect_are_named(directory: Path) -> None:
+    settings = {
+        "num_beams": 4,
+        "guidance_scale": 1.0,
+        "min_length": 0,
+        "stop_strings": ["x"],
+        "typical_p": 1.0,
+        "top_k": 5,
+    }
+    write(directory, "generation_config.json", settings)
+    assert read(directory).generate.unserved_settings == ("num_beams", "stop_strings")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("do_sample", "no"), ("suppress_tokens", 5), ("bad_words_ids", [5]), ("no_repeat_ngram_size", -1),
+        ("max_new_tokens", 0),
+    ],
+)  # fmt: skip
+def test_a_setting_that_means_nothing_is_refused_by_name(directory: Path, name: str, value: object) -> None:
+    write(directory, "generation_config.json", {name: value})
+    with pytest.raises(ModelLoadFailed, match=name):
+        read(directory)
+
+
 @pytest.mark.parametrize("value", ["warm", -1, True, [1]])
 def test_a_default_that_means_nothing_is_refused_by_name(directory: Path, value: object) -> None:
     write(directory, "generation_config.json", {"temperature": value})

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from sie.catalog.spec import ModelSpec
 from sie.config.settings import Settings
@@ -154,6 +155,18 @@ async def test_hub_model_is_prepared_before_it_is_loaded(office: Office) -> None
         "worker-1",
     ]
     assert len(office.tasks) == 1
+
+
+def test_a_load_warns_of_settings_of_generation_without_an_effect(caplog: pytest.LogCaptureFixture) -> None:
+    @in_office()
+    async def load(office: Office) -> None:
+        rule = GenerateRule(context_length=8, unserved_settings=("num_beams", "stop_strings"))
+        office.prepared = msgspec.structs.replace(card("l"), generate=rule)
+        office.loads.want("l")
+        await asyncio.gather(*office.tasks)
+
+    load()
+    assert "l: its generation_config.json sets what has no effect here: num_beams, stop_strings" in caplog.text
 
 
 @in_office(devices=("cuda:0",))

@@ -404,7 +404,7 @@ class EngineRig:
         self._num_jobs += 1
         job = Job(
             request, read_task(request, self.runner.card), len(prompt), number=self._num_jobs,
-            eos_token_ids=self.runner.card.generate.eos_token_ids, is_alone=is_alone, arrived_ns=self.now_ns,
+            eos_token_ids=self.runner.card.generate.eos_token_ids, bans=self.runner.card.generate.bans, is_alone=is_alone, arrived_ns=self.now_ns,
             decoder_start_id=self.runner.card.generate.decoder_start_id,
         )  # fmt: skip
         self.engine.add(job)

@@ -166,7 +166,9 @@ def _read_result(block: BlockField, path: str, called: Container[str | None] | N
         raise wrong(
             f"{path}.tool_use_id", f"is {block.tool_use_id[:80]!r}, but no 'tool_use' block before it has this id"
         )
-    return ChatMessage(role="tool", content=text or "", tool_call_id=_call_id(block.tool_use_id))
+    call_id = _call_id(block.tool_use_id)
+    given = block.tool_use_id if block.tool_use_id != call_id else None
+    return ChatMessage(role="tool", content=text or "", tool_call_id=call_id, given_call_id=given)
 
 
 def _read_assistant(blocks: Sequence[BlockField], path: str) -> ChatMessage:

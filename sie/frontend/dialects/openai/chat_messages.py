@@ -108,7 +108,8 @@ def find_calls(messages: Sequence[ChatMessage], field: str) -> dict[int, str]:
         if result is None and message.role == "tool" and not called:
             raise wrong(field.format(index), "is required: there is no tool call before this result")
         if result is not None and result not in called:
-            raise wrong(field.format(index), f"has the result of call {result[:80]!r}, but that call is not before it")
+            shown = (message.given_call_id or result)[:80]
+            raise wrong(field.format(index), f"has the result of call {shown!r}, but that call is not before it")
         if result is not None:
             found[index] = called[result]
     return found

@@ -83,6 +83,8 @@ def _generation_facts(card: ModelCard, state: ModelState) -> dict[str, Any]:
     rule = card.generate
     if rule is not None:
         facts["tools_available"] = bool(rule.tool_chat_template) or "tools" in rule.chat_template
+        if rule.unserved_settings:
+            facts["unserved_settings"] = list(rule.unserved_settings)
     return facts
 
 

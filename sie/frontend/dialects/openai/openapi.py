@@ -125,6 +125,7 @@ class ModelInfo(Reply):
     status: Literal["loaded", "unloaded", "reloading"]
     root: str
     tools_available: bool | UnsetType = UNSET
+    unserved_settings: list[str] | UnsetType = UNSET
     encoder_weights: Literal["int8"] | UnsetType = UNSET
     accept_token_ids: Literal[True] | UnsetType = UNSET
     loras: list[Lora] | UnsetType = UNSET

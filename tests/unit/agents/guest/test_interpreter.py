@@ -32,6 +32,16 @@ def test_every_text_of_code_can_be_sent(code: str, field: str, text: str) -> Non
     assert text in made[field]
 
 
+def test_a_traceback_shows_the_lines_of_this_code_and_of_earlier_code() -> None:
+    variables: dict[str, object] = {}
+    interpreter.run("def divide(number):\n    return 1 / number  # in the first", variables)
+    interpreter.run("x = 1", variables)
+    lines = interpreter.run("x = 0\ndivide(x)  # in the last", variables)["exception"].splitlines()
+    assert "    divide(x)  # in the last" in lines
+    assert "    return 1 / number  # in the first" in lines
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
 @pytest.mark.parametrize(("max_chars", "num_kept"), [(40, 3), (1 << 20, 16)])
 def test_pictures_over_the_limits_are_counted(monkeypatch: pytest.MonkeyPatch, max_chars: int, num_kept: int) -> None:
     def savefig(buffer: io.BytesIO, **_: str) -> None:

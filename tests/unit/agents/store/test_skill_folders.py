@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zipfile
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sie.agents.store.bundles import BundleLimits, Part, pack_folder
-from sie.agents.store.skill_folders import ShownSkill, describe_skills, list_skill, unpack_skill
+from sie.agents.store.skill_folders import ShownSkill, describe_skills, list_skill, measure_skill, unpack_skill
 
 FRONT = b"---\nname: My skill\ndescription: does things\n---\n"
 
@@ -46,6 +47,21 @@ def test_a_damaged_archive_is_an_error_of_the_disk(tmp_path: Path) -> None:
         list_skill(path)
     with pytest.raises(OSError, match="damaged"):
         unpack_skill(path, tmp_path / "skill")
+
+
+def test_every_damaged_byte_of_an_archive_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    """A run ended with 500 for a block of zlib's that cannot be, or a file that seems to be encrypted."""
+    path = archive(tmp_path)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        for flipped in (0x01, 0xFF):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ flipped]) + whole[place + 1 :])
+            with contextlib.suppress(OSError):
+                unpack_skill(path, tmp_path / f"{place}-{flipped}")
+            with contextlib.suppress(OSError):
+                measure_skill(path)
+            with contextlib.suppress(OSError, zipfile.BadZipFile):
+                list_skill(path)
 
 
 def test_a_model_reads_names_descriptions_and_some_of_the_files() -> None:

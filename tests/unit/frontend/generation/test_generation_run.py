@@ -406,6 +406,28 @@ def test_task_takes_the_request_then_the_model_then_the_api() -> None:
         plan_task(GenerateRequest(model="m", logit_bias={10: 1.0}), rule, 10, b"")
 
 
+def _most_tokens(bench: Bench, **fields: Any) -> int:
+    rule = msgspec.structs.replace(RULE, max_new_tokens=9)
+    return bench.generator._fit([1, 2], GenerateRequest(model="m", **fields), rule)[1]
+
+
+@on_bench
+async def test_a_checkpoint_s_max_new_tokens_is_a_default(bench: Bench) -> None:
+    assert _most_tokens(bench) == 9
+    assert _most_tokens(bench, max_tokens=50) == 50
+    assert _most_tokens(bench, min_tokens=20) == 20
+
+
+@on_bench
+async def test_a_worker_s_error_about_a_grammar_names_the_client_s_field(bench: Bench) -> None:
+    run = await bench.start(grammar=Grammar(kind="json_schema", value='{"$ref":"#"}'))
+    refused = BadRequest("grammar: no token can follow", extras={"param": "grammar"})
+    bench.rig.hand_workers[-1].fail(run.parts[0].pending.request_id, refused)
+    with pytest.raises(BadRequest, match=r"^Field 'response_format': no token can follow") as raised:
+        await run.whole()
+    assert raised.value.extras == {"param": "response_format"}
+
+
 @on_bench
 async def test_a_grammar_that_waits_for_others_ends_at_the_requests_deadline(bench: Bench) -> None:
     are_over = threading.Event()

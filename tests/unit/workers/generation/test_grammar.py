@@ -98,8 +98,9 @@ def test_a_malformed_grammar_is_the_clients_mistake(runner, kind, grammar):
 
 def test_a_grammar_that_allows_no_text_is_the_clients_mistake(runner):
     matcher = runner.compile_grammar("regex", r"[^\s\S]")
-    with pytest.raises(BadRequest, match=r"grammar: no token can follow$"):
+    with pytest.raises(BadRequest, match=r"grammar: no token can follow$") as refused:
         matcher.fill_mask(np.zeros(9, np.int32))
+    assert refused.value.extras == {"param": "grammar"}  # the frontend puts the client's own field in its place
 
 
 def test_matchers_of_one_grammar_go_their_own_ways(runner):

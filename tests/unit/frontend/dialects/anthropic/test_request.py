@@ -343,9 +343,17 @@ def test_a_call_has_one_id_in_a_session_and_in_what_its_client_sends_back() -> N
     for messages in ([result], [*HELLO, {"role": "assistant", "content": blocks}, result]):
         continued = splice(stored, decode(session_id="s", messages=messages).messages or [])
         assert name_results(continued, "messages")[2:] == [
-            ChatMessage(role="tool", content="4 C", name="weather", tool_call_id="call_1")
+            ChatMessage(
+                role="tool", content="4 C", name="weather", tool_call_id="call_1", given_call_id=blocks[0]["id"]
+            )
         ]
         assert len(continued) == 3
+
+
+def test_a_result_without_its_call_in_a_session_is_named_by_the_id_that_the_client_knows() -> None:
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_2", "content": "4 C"}]}
+    with pytest.raises(BadRequest, match="of call 'toolu_2'"):
+        name_results(decode(session_id="s", messages=[result]).messages or [], "messages")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,12 @@ def test_anthropic_s_type_of_a_model_is_complete():
     assert (read.created_at.timestamp(), read.lifecycle, read.type) == (17, "active", "model")
 
 
+def test_settings_of_generation_without_an_effect_are_listed():
+    rule = GenerateRule(context_length=8, unserved_settings=("num_beams",))
+    assert model_info(msgspec.structs.replace(CARD, generate=rule))["unserved_settings"] == ["num_beams"]
+    assert "unserved_settings" not in model_info(CARD)
+
+
 def test_fallbacks_are_listed_with_their_reasons():
     fallbacks = (Fallback("no_graphs", "it waits for the device"),)
     assert model_info(CARD, fallbacks=fallbacks)["fallbacks"] == [
