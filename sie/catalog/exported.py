@@ -11,9 +11,9 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from sie.catalog.onnx_file import OnnxValue
 from sie.catalog.symbolic import SymbolicError, check_expression
@@ -31,12 +31,16 @@ _PLAIN: Final = frozenset(
 )  # fmt: skip
 _FORBIDDEN_OPERATORS: Final = frozenset(["from_file"])
 _FORBIDDEN: Final = ("as_operator", "as_custom_obj", "as_opaque", "as_graph", "class_fqn", "as_complex")
+_CONSTANTS: Final = ("as_none", "as_bool", "as_int", "as_float", "as_string")
 _TREE_TYPES: Final = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 _DATATYPES: Final = {
     1: "UINT8", 2: "INT8", 3: "INT16", 4: "INT32", 5: "INT64", 6: "FP16", 7: "FP32", 8: "FP64", 12: "BOOL", 13: "BF16",
     28: "UINT16", 34: "UINT32", 35: "UINT64",
 }  # fmt: skip
 """The tensor protocols' names of torch's ScalarType in a saved program."""
+
+
+Constant: TypeAlias = float | str | None
 
 
 class ExportedError(Exception):
@@ -49,6 +53,8 @@ class ExportedFile(NamedTuple):
     inputs: tuple[OnnxValue, ...]
     outputs: tuple[OnnxValue, ...]
     nbytes: int
+    constants: Mapping[int, Constant]
+    """By its place among the program's arguments, the value of each that is no tensor; it was fixed when the program was saved."""
 
 
 def read_exported(path: Path) -> ExportedFile:
@@ -102,10 +108,10 @@ class _Archive:
     def described(self) -> ExportedFile:
         """Return the program's inputs, outputs and size."""
         try:
-            inputs, outputs = _signature(self.program["graph_module"])
+            inputs, outputs, constants = _signature(self.program["graph_module"])
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise ExportedError(f"not a program of torch.export: {type(error).__name__}: {error}") from None
-        return ExportedFile(inputs, outputs, self._path.stat().st_size)
+        return ExportedFile(inputs, outputs, self._path.stat().st_size, constants)
 
     def rewritten(self) -> io.BytesIO:
         """Return a new archive: the checked parts and the weights' bytes, without the pickled sample inputs."""
@@ -233,7 +239,9 @@ def _tree_nodes(node: Any, depth: int) -> Iterator[dict[str, Any]]:
         yield from _tree_nodes(child, depth + 1)
 
 
-def _signature(graph_module: dict[str, Any]) -> tuple[tuple[OnnxValue, ...], tuple[OnnxValue, ...]]:
+def _signature(
+    graph_module: dict[str, Any],
+) -> tuple[tuple[OnnxValue, ...], tuple[OnnxValue, ...], dict[int, Constant]]:
     values = graph_module["graph"]["tensor_values"]
     signature = graph_module["signature"]
     inputs = [spec["user_input"]["arg"] for spec in signature["input_specs"] if "user_input" in spec]
@@ -249,7 +257,21 @@ def _signature(graph_module: dict[str, Any]) -> tuple[tuple[OnnxValue, ...], tup
     return (
         tuple(_value(name, values[name]) for name in found[: len(inputs)]),
         tuple(_value(own, values[name]) for own, name in zip(names, found[len(inputs) :], strict=True)),
+        _constants(signature["input_specs"]),
     )
+
+
+def _constants(input_specs: list[dict[str, Any]]) -> dict[int, Constant]:
+    """Return the arguments that are no tensors, by their place among all arguments."""
+    given = [spec for spec in input_specs if "user_input" in spec or "constant_input" in spec]
+    found: dict[int, Constant] = {}
+    for place, spec in enumerate(given):
+        if "constant_input" in spec:
+            [(kind, value)] = spec["constant_input"]["value"].items()
+            if kind not in _CONSTANTS or not isinstance(value, int | float | str):
+                raise ExportedError(f"an argument of the kind {str(kind)[:100]!r}")
+            found[place] = None if kind == "as_none" else value
+    return found
 
 
 def output_names(out_spec: str, count: int) -> list[str]:

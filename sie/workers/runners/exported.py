@@ -79,6 +79,7 @@ class ExportedRunner:
         self.memory_bytes = 4 * card.num_weights
         self._rule = card.tensor
         self._inputs = [value.name for value in file.inputs]
+        self._constants = file.constants
         self._outputs = {value.name: index for index, value in enumerate(file.outputs)}
         self._datatypes = {value.name: value.datatype for value in file.outputs}
         self._module = module
@@ -108,9 +109,15 @@ class ExportedRunner:
             tensor = tensor.view(torch.bfloat16)
         return tensor.to(self._device)
 
+    def _arguments(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """Return all arguments of the program: the tensors, and the constants with which it was saved between them."""
+        constants, left = self._constants, iter(tensors)
+        places = range(len(tensors) + len(constants))
+        return [constants[place] if place in constants else next(left) for place in places]
+
     def _run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         try:
-            args, kwargs = pytree.tree_unflatten(tensors, self._in_spec)
+            args, kwargs = pytree.tree_unflatten(self._arguments(tensors), self._in_spec)
             with torch.inference_mode():
                 results, _ = pytree.tree_flatten(self._module(*args, **kwargs))
         except (RuntimeError, IndexError, ValueError) as error:

@@ -82,6 +82,32 @@ def test_what_is_written_anew_computes_the_same(archive: Path):
     assert torch.equal(got["twice"], expected["twice"])
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, x, times, mask, kind, *, shift, is_negative):
+        assert mask is None
+        value = x * times + shift if kind == "affine" else x
+        return -value if is_negative else value
+
+
+def test_arguments_that_are_no_tensors_are_kept_as_they_were_saved(tmp_path: Path):
+    path = tmp_path / "model.pt2"
+    arguments = {"shift": torch.ones(2), "is_negative": True}
+    torch.export.save(torch.export.export(Scaled(), (torch.ones(2), 3, None, "affine"), arguments), path)
+    found = read_exported(path)
+    assert [value.name for value in found.inputs] == ["x", "shift"]
+    assert found.constants == {1: 3, 2: None, 3: "affine", 5: True}
+
+
+def test_an_argument_of_an_unknown_kind_is_refused(archive: Path, tmp_path: Path):
+    change = in_program(
+        lambda program: program["graph_module"]["signature"]["input_specs"].append(
+            {"constant_input": {"name": "c", "value": {"as_ints": [1, 2]}}}
+        )
+    )
+    with pytest.raises(ExportedError, match="an argument of the kind 'as_ints'"):
+        read_exported(changed(archive, tmp_path / "m.pt2", change))
+
+
 class Canary:
     """Runs when it is unpickled."""
 

@@ -147,3 +147,16 @@ def test_a_program_that_stays_behind_in_part_runs_on_the_cpu(program_card, monke
         runner = load_exported(program_card, "cuda:0", lambda *_: None)
     assert run(runner, [[3.0, 4.0]]) == [[5.0, 7.0]]
     assert [fallback.reason for fallback in fallbacks.found] == ["tensors of the program stay on cpu"]
+
+
+class Repeated(torch.nn.Module):
+    def forward(self, times, x, mask=None):
+        return {"y": x * times if mask is None else x * mask}
+
+
+def test_a_program_runs_with_the_arguments_that_it_was_saved_with(tmp_path):
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    torch.export.save(torch.export.export(Repeated(), (3, torch.ones(1, 2), None)), folder / "model.pt2")
+    runner = load_exported(read_card(tmp_path), "cpu", lambda *_: None)
+    assert run(runner, [[3.0, 4.0]]) == [[9.0, 12.0]]
