@@ -22,14 +22,15 @@ _MAX_JSON_BYTES: Final = 256 << 20
 _MAX_DEPTH: Final = 100
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PATH: Final = re.compile(r"[A-Za-z0-9_.]*")
-_OPERATOR: Final = re.compile(r"torch\.ops\.(aten|prims)\.[a-z0-9_]+\.[A-Za-z0-9_]+")
+_OPERATOR: Final = re.compile(r"torch\.ops\.(aten|prims)\.[A-Za-z0-9_]+\.[A-Za-z0-9_]+")
 _PLAIN: Final = frozenset(
     [f"_operator.{name}" for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "truediv", "neg", "pow", "le",
                                       "lt", "ge", "gt", "eq", "ne", "and_", "or_", "not_")]
     + [f"torch.sym_{name}" for name in ("max", "min", "int", "float", "not", "ite", "sum")]
     + [f"math.{name}" for name in ("ceil", "floor", "trunc")]
 )  # fmt: skip
-_FORBIDDEN_OPERATORS: Final = frozenset(["from_file"])
+_FORBIDDEN_OPERATORS: Final = frozenset(["from_file", "save", "manual_seed"])
+"""They read and write files, or change the random numbers of the whole process."""
 _FORBIDDEN: Final = ("as_operator", "as_custom_obj", "as_opaque", "as_graph", "class_fqn", "as_complex")
 _CONSTANTS: Final = ("as_none", "as_bool", "as_int", "as_float", "as_string")
 _TREE_TYPES: Final = (None, "builtins.tuple", "builtins.list", "builtins.dict")

@@ -139,6 +139,11 @@ CHANGES: dict[str, Callable[[Path], Callable[[dict[str, bytes]], Any]]] = {
     "an operator that reads files": lambda _canary: in_program(
         lambda program: graph(program)["nodes"][0].update(target="torch.ops.aten.from_file.default")
     ),
+    "an operator that writes files": lambda canary: in_program(
+        lambda program: graph(program)["nodes"][0].update(
+            target="torch.ops.aten.save.default", inputs=[{"name": "filename", "arg": {"as_string": str(canary)}, "kind": 1}]
+        )
+    ),
     "an operator of somebody's": lambda _canary: in_program(
         lambda program: graph(program)["nodes"][0].update(target="torch.ops.mylib.op.default")
     ),
@@ -213,6 +218,16 @@ def test_where_a_program_was_saved_does_not_matter(archive: Path, tmp_path: Path
     x, a = torch.ones(1, 3), torch.ones(1, 2)
     expected = torch.export.load(archive).module()(x, a)
     assert torch.equal(torch.export.load(clean).module(check_guards=False)(x, a)["y"], expected["y"])
+
+
+class Transposed(torch.nn.Module):
+    def forward(self, x):
+        return x.T, x.mT
+
+
+def test_operators_with_capitals_are_those_of_aten_too(tmp_path: Path):
+    torch.export.save(torch.export.export(Transposed(), (torch.ones(2, 3),)), tmp_path / "model.pt2")
+    assert [value.shape for value in read_exported(tmp_path / "model.pt2").outputs] == [(3, 2), (3, 2)]
 
 
 def test_a_program_with_state_is_refused(archive: Path, tmp_path: Path):
