@@ -12,7 +12,7 @@ from sie.catalog.tensor_rule import read_tensor_card
 from sie.values.work import TensorForm, TensorTask
 from sie.workers.device.fallbacks import collecting
 from sie.workers.model_api import TensorInputs
-from sie.values.errors import ModelLoadFailed
+from sie.values.errors import BadRequest, ModelLoadFailed
 from sie.workers.runners import exported
 from sie.workers.runners.exported import load_exported
 from sie.workers.runners.onnx import load_onnx
@@ -196,3 +196,19 @@ def counting(tmp_path, way):
     folder.mkdir(parents=True)
     torch.export.save(torch.export.export(Counting(way), (torch.ones(1, 2),)), folder / "model.pt2")
     return read_card(tmp_path)
+
+
+class Enlarged(torch.nn.Module):
+    def forward(self, x):
+        return {"y": torch.nn.functional.interpolate(x[None], scale_factor=2.0)[0]}
+
+
+def test_a_size_that_the_program_cannot_compute_with_is_the_clients_fault(tmp_path):
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    sizes = {"x": {1: torch.export.Dim("n")}}
+    program = torch.export.export(Enlarged(), (torch.ones(1, 2),), dynamic_shapes=sizes)
+    torch.export.save(program, folder / "model.pt2")
+    runner = load_exported(read_card(tmp_path), "cpu", lambda *_: None)
+    with pytest.raises(BadRequest, match="sizes should be greater than 0"):
+        run(runner, np.zeros((1, 0)))
