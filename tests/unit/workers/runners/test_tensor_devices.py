@@ -9,10 +9,10 @@ import torch
 
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
+from sie.values.errors import BadRequest, ModelLoadFailed
 from sie.values.work import TensorForm, TensorTask
 from sie.workers.device.fallbacks import collecting
 from sie.workers.model_api import TensorInputs
-from sie.values.errors import BadRequest, ModelLoadFailed
 from sie.workers.runners import exported
 from sie.workers.runners.exported import load_exported
 from sie.workers.runners.onnx import load_onnx
