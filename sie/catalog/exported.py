@@ -11,9 +11,9 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from sie.catalog.onnx_file import OnnxValue
 from sie.catalog.symbolic import SymbolicError, check_expression
@@ -22,21 +22,26 @@ _MAX_JSON_BYTES: Final = 256 << 20
 _MAX_DEPTH: Final = 100
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PATH: Final = re.compile(r"[A-Za-z0-9_.]*")
-_OPERATOR: Final = re.compile(r"torch\.ops\.(aten|prims)\.[a-z0-9_]+\.[A-Za-z0-9_]+")
+_OPERATOR: Final = re.compile(r"torch\.ops\.(aten|prims)\.[A-Za-z0-9_]+\.[A-Za-z0-9_]+")
 _PLAIN: Final = frozenset(
     [f"_operator.{name}" for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "truediv", "neg", "pow", "le",
                                       "lt", "ge", "gt", "eq", "ne", "and_", "or_", "not_")]
     + [f"torch.sym_{name}" for name in ("max", "min", "int", "float", "not", "ite", "sum")]
     + [f"math.{name}" for name in ("ceil", "floor", "trunc")]
 )  # fmt: skip
-_FORBIDDEN_OPERATORS: Final = frozenset(["from_file"])
+_FORBIDDEN_OPERATORS: Final = frozenset(["from_file", "save", "manual_seed"])
+"""They read and write files, or change the random numbers of the whole process."""
 _FORBIDDEN: Final = ("as_operator", "as_custom_obj", "as_opaque", "as_graph", "class_fqn", "as_complex")
+_CONSTANTS: Final = ("as_none", "as_bool", "as_int", "as_float", "as_string")
 _TREE_TYPES: Final = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 _DATATYPES: Final = {
     1: "UINT8", 2: "INT8", 3: "INT16", 4: "INT32", 5: "INT64", 6: "FP16", 7: "FP32", 8: "FP64", 12: "BOOL", 13: "BF16",
     28: "UINT16", 34: "UINT32", 35: "UINT64",
 }  # fmt: skip
 """The tensor protocols' names of torch's ScalarType in a saved program."""
+
+
+Constant: TypeAlias = float | str | None
 
 
 class ExportedError(Exception):
@@ -49,6 +54,8 @@ class ExportedFile(NamedTuple):
     inputs: tuple[OnnxValue, ...]
     outputs: tuple[OnnxValue, ...]
     nbytes: int
+    constants: Mapping[int, Constant]
+    """By its place among the program's arguments, the value of each that is no tensor; it was fixed when the program was saved."""
 
 
 def read_exported(path: Path) -> ExportedFile:
@@ -102,10 +109,10 @@ class _Archive:
     def described(self) -> ExportedFile:
         """Return the program's inputs, outputs and size."""
         try:
-            inputs, outputs = _signature(self.program["graph_module"])
+            inputs, outputs, constants = _signature(self.program["graph_module"])
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise ExportedError(f"not a program of torch.export: {type(error).__name__}: {error}") from None
-        return ExportedFile(inputs, outputs, self._path.stat().st_size)
+        return ExportedFile(inputs, outputs, self._path.stat().st_size, constants)
 
     def rewritten(self) -> io.BytesIO:
         """Return a new archive: the checked parts and the weights' bytes, without the pickled sample inputs."""
@@ -233,7 +240,9 @@ def _tree_nodes(node: Any, depth: int) -> Iterator[dict[str, Any]]:
         yield from _tree_nodes(child, depth + 1)
 
 
-def _signature(graph_module: dict[str, Any]) -> tuple[tuple[OnnxValue, ...], tuple[OnnxValue, ...]]:
+def _signature(
+    graph_module: dict[str, Any],
+) -> tuple[tuple[OnnxValue, ...], tuple[OnnxValue, ...], dict[int, Constant]]:
     values = graph_module["graph"]["tensor_values"]
     signature = graph_module["signature"]
     inputs = [spec["user_input"]["arg"] for spec in signature["input_specs"] if "user_input" in spec]
@@ -249,7 +258,21 @@ def _signature(graph_module: dict[str, Any]) -> tuple[tuple[OnnxValue, ...], tup
     return (
         tuple(_value(name, values[name]) for name in found[: len(inputs)]),
         tuple(_value(own, values[name]) for own, name in zip(names, found[len(inputs) :], strict=True)),
+        _constants(signature["input_specs"]),
     )
+
+
+def _constants(input_specs: list[dict[str, Any]]) -> dict[int, Constant]:
+    """Return the arguments that are no tensors, by their place among all arguments."""
+    given = [spec for spec in input_specs if "user_input" in spec or "constant_input" in spec]
+    found: dict[int, Constant] = {}
+    for place, spec in enumerate(given):
+        if "constant_input" in spec:
+            [(kind, value)] = spec["constant_input"]["value"].items()
+            if kind not in _CONSTANTS or not isinstance(value, int | float | str):
+                raise ExportedError(f"an argument of the kind {str(kind)[:100]!r}")
+            found[place] = None if kind == "as_none" else value
+    return found
 
 
 def output_names(out_spec: str, count: int) -> list[str]:

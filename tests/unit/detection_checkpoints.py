@@ -10,6 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 WORDS = ["a", "photo", "of", "cat", "dog", "red", "remote", "control", "handbag", "leather", "sofa", "on", "the"]
+CHARACTERS = ["红", "色", "猫"]
 OWL_SIDE = 48
 OWL_TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -91,7 +92,7 @@ def save_owl_tokenizer(directory: Path) -> None:
 
 def save_bert_tokenizer(directory: Path) -> None:
     """Write a tokenizer with BERT's numbers for what Grounding DINO looks at."""
-    vocabulary = {**BERT_IDS, **{word: 200 + number for number, word in enumerate(WORDS)}}
+    vocabulary = {**BERT_IDS, **{word: 200 + number for number, word in enumerate([*WORDS, *CHARACTERS])}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

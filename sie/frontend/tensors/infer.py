@@ -372,4 +372,4 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
         error = from_wire(entry.error)
         reason = reason_not_loaded(entry.card.id, error.message)
         return ModelLoadFailed(f"Model {where} failed to load: {reason}", http_status=503, extras=error.extras)
-    return NotFound(f"Request for unknown model: '{rule.name}' has no available versions")
+    return NotFound(f"Request for unknown model: {where} is not loaded")

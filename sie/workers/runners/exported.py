@@ -5,8 +5,9 @@ Inputs are copied: a program may change them in place, and the extents are read-
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def load_exported(card: ModelCard, device: str, progress: Callable[[float, str],
     progress(0.3, "torch reads the program")
     try:
         program = torch.export.load(archive)
+        if state := _changed_state(program):
+            raise refuse(card.id, f"{path.name}: it changes its own state ({state})")
         if target.type != "cpu" and not _try_move(program, target):
             archive.seek(0)
             program, target = torch.export.load(archive), torch.device("cpu")
@@ -51,6 +54,45 @@ def load_exported(card: ModelCard, device: str, progress: Callable[[float, str],
     except _FAULTS as error:
         raise refuse(card.id, f"torch.export: {type(error).__name__}: {error}") from error
     return ExportedRunner(card, file, module, program.call_spec.in_spec, target)
+
+
+def _changed_state(program: ExportedProgram) -> str:
+    """Return the name of a weight or constant that the program writes to, or of a part of it; empty without one.
+
+    What one request left there, the next ones would read. The operators say which arguments they write to, and which
+    results are views of them.
+    """
+    signature = program.graph_signature
+    state = {
+        **signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants
+    }  # fmt: skip
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        for source, is_written in _aliased(node):
+            if source.name in state and is_written:
+                return state[source.name]
+            if source.name in state and _dtype_of(source) == _dtype_of(node):  # else the result is a copy
+                state[node.name] = state[source.name]
+    return ""
+
+
+def _aliased(node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, bool]]:
+    """Yield each argument of which a node's result may be a view, and whether the node writes to it."""
+    if node.target is operator.getitem:
+        yield from ((source, False) for source in node.all_input_nodes)
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            sources = pytree.tree_leaves(given)
+            yield from ((one, argument.alias_info.is_write) for one in sources if isinstance(one, torch.fx.Node))
+
+
+def _dtype_of(node: torch.fx.Node) -> torch.dtype | None:
+    """Return the dtype of a node's result, of several results the first one's."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return values[0].dtype if values and isinstance(values[0], torch.Tensor) else None
 
 
 def _try_move(program: ExportedProgram, target: torch.device) -> bool:
@@ -79,6 +121,7 @@ class ExportedRunner:
         self.memory_bytes = 4 * card.num_weights
         self._rule = card.tensor
         self._inputs = [value.name for value in file.inputs]
+        self._constants = file.constants
         self._outputs = {value.name: index for index, value in enumerate(file.outputs)}
         self._datatypes = {value.name: value.datatype for value in file.outputs}
         self._module = module
@@ -108,9 +151,15 @@ class ExportedRunner:
             tensor = tensor.view(torch.bfloat16)
         return tensor.to(self._device)
 
+    def _arguments(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """Return all arguments of the program: the tensors, and the constants with which it was saved between them."""
+        constants, left = self._constants, iter(tensors)
+        places = range(len(tensors) + len(constants))
+        return [constants[place] if place in constants else next(left) for place in places]
+
     def _run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         try:
-            args, kwargs = pytree.tree_unflatten(tensors, self._in_spec)
+            args, kwargs = pytree.tree_unflatten(self._arguments(tensors), self._in_spec)
             with torch.inference_mode():
                 results, _ = pytree.tree_flatten(self._module(*args, **kwargs))
         except (RuntimeError, IndexError, ValueError) as error:

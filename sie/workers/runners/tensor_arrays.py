@@ -20,7 +20,7 @@ from sie.values.work import TensorForm
 from sie.workers.model_api import OutputTensor, TensorInputs
 
 _ABOUT_INPUTS = re.compile(
-    r"shape|dimension|\bdim\b|axis|axes|rank|broadcast|out of (data )?bounds|out of range|indices|index|length|"
+    r"shape|dimension|\bdim\b|\bsizes?\b|axis|axes|rank|broadcast|out of (data )?bounds|out of range|indices|index|length|"
     r"mismatch|split|divisible|empty",
     re.IGNORECASE,
 )

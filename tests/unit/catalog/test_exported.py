@@ -82,6 +82,32 @@ def test_what_is_written_anew_computes_the_same(archive: Path):
     assert torch.equal(got["twice"], expected["twice"])
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, x, times, mask, kind, *, shift, is_negative):
+        assert mask is None
+        value = x * times + shift if kind == "affine" else x
+        return -value if is_negative else value
+
+
+def test_arguments_that_are_no_tensors_are_kept_as_they_were_saved(tmp_path: Path):
+    path = tmp_path / "model.pt2"
+    arguments = {"shift": torch.ones(2), "is_negative": True}
+    torch.export.save(torch.export.export(Scaled(), (torch.ones(2), 3, None, "affine"), arguments), path)
+    found = read_exported(path)
+    assert [value.name for value in found.inputs] == ["x", "shift"]
+    assert found.constants == {1: 3, 2: None, 3: "affine", 5: True}
+
+
+def test_an_argument_of_an_unknown_kind_is_refused(archive: Path, tmp_path: Path):
+    change = in_program(
+        lambda program: program["graph_module"]["signature"]["input_specs"].append(
+            {"constant_input": {"name": "c", "value": {"as_ints": [1, 2]}}}
+        )
+    )
+    with pytest.raises(ExportedError, match="an argument of the kind 'as_ints'"):
+        read_exported(changed(archive, tmp_path / "m.pt2", change))
+
+
 class Canary:
     """Runs when it is unpickled."""
 
@@ -112,6 +138,11 @@ CHANGES: dict[str, Callable[[Path], Callable[[dict[str, bytes]], Any]]] = {
     ),
     "an operator that reads files": lambda _canary: in_program(
         lambda program: graph(program)["nodes"][0].update(target="torch.ops.aten.from_file.default")
+    ),
+    "an operator that writes files": lambda canary: in_program(
+        lambda program: graph(program)["nodes"][0].update(
+            target="torch.ops.aten.save.default", inputs=[{"name": "filename", "arg": {"as_string": str(canary)}, "kind": 1}]
+        )
     ),
     "an operator of somebody's": lambda _canary: in_program(
         lambda program: graph(program)["nodes"][0].update(target="torch.ops.mylib.op.default")
@@ -187,6 +218,16 @@ def test_where_a_program_was_saved_does_not_matter(archive: Path, tmp_path: Path
     x, a = torch.ones(1, 3), torch.ones(1, 2)
     expected = torch.export.load(archive).module()(x, a)
     assert torch.equal(torch.export.load(clean).module(check_guards=False)(x, a)["y"], expected["y"])
+
+
+class Transposed(torch.nn.Module):
+    def forward(self, x):
+        return x.T, x.mT
+
+
+def test_operators_with_capitals_are_those_of_aten_too(tmp_path: Path):
+    torch.export.save(torch.export.export(Transposed(), (torch.ones(2, 3),)), tmp_path / "model.pt2")
+    assert [value.shape for value in read_exported(tmp_path / "model.pt2").outputs] == [(3, 2), (3, 2)]
 
 
 def test_a_program_with_state_is_refused(archive: Path, tmp_path: Path):

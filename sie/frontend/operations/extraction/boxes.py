@@ -56,6 +56,8 @@ class BoxReading:
         self._task = task
         self._tokenizer = tokenizer
         self._encoding: tokenizers.Encoding | None = None
+        self._spelled: list[str] = []
+        """The labels as they are spelled in a phrase."""
         self._labels_of: dict[str, str | None] = {}
         """Cache of the nearest label of each phrase; many boxes share a phrase."""
         self._own_sizes: NDArray[np.int32] = np.empty((0, 2), np.int32)
@@ -90,6 +92,7 @@ class BoxReading:
             ]
         if not self._rule.needs_labels:
             [self._encoding] = encodings
+            self._spelled = self._spell([label.strip().lower() for label in self._task.labels])
         query_ids, query_offsets = pack_ids([encoding.ids for encoding in encodings])
         return [("query_ids", query_ids), ("query_offsets", query_offsets)]
 
@@ -136,8 +139,14 @@ class BoxReading:
         if not task.labels:
             return phrase.strip(" .")
         if phrase not in self._labels_of:
-            self._labels_of[phrase] = _nearest_label(phrase, task.labels)
+            nearest = _nearest(phrase, self._spelled)
+            self._labels_of[phrase] = None if nearest is None else task.labels[nearest]
         return self._labels_of[phrase] or self._label_at(scores)
+
+    def _spell(self, texts: Sequence[str]) -> list[str]:
+        """Return texts as the tokenizer decodes them: perhaps without accents, or with spaces between characters."""
+        encodings = self._tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+        return [self._tokenizer.backend.decode(encoding.ids) for encoding in encodings]
 
     def _label_at(self, scores: list[float]) -> str:
         """Return the label whose part of the text contains the token with the highest score."""
@@ -179,17 +188,17 @@ def _to_pixels(boxes: NDArray[np.float32], height: int, width: int) -> NDArray[n
     return np.multiply(corners, (width, height, width, height), dtype=np.float32)
 
 
-def _nearest_label(phrase: str, labels: Sequence[str]) -> str | None:
-    """Return the label with the largest fraction of its words in the phrase, then with the most words in it.
+def _nearest(phrase: str, labels: Sequence[str]) -> int | None:
+    """Return the index of the label with the largest fraction of its words in the phrase, then with the most in it.
 
     Of equal labels the first wins. Returns None when the phrase shares no word with any label.
     """
     found = set(_WORD.findall(phrase.lower()))
     best: tuple[float, int] = (0.0, 0)
-    nearest: str | None = None
-    for label in labels:
+    nearest: int | None = None
+    for index, label in enumerate(labels):
         words = _WORD.findall(label.lower())
         shared = sum(word in found for word in words)
         if words and (shared / len(words), shared) > best:
-            best, nearest = (shared / len(words), shared), label
+            best, nearest = (shared / len(words), shared), index
     return nearest

@@ -201,7 +201,8 @@ def answer_groups(
     task: ExtractTask, groups: Sequence[LabelGroup], scores_by_group: Sequence[Sequence[float]]
 ) -> Extraction:
     """Return a text's answer from the scores of each group's labels: sorted classes, and `data` for named groups."""
-    is_single, threshold = task.classification_type != "multi-label", task.threshold or 0.0
+    is_single, threshold = task.classification_type != "multi-label", task.threshold
+    least = _EVEN if threshold is None else threshold
     classifications: list[Classification] = []
     answers: dict[str, Any] = {}
     for group, own in zip(groups, scores_by_group, strict=True):
@@ -209,8 +210,8 @@ def answer_groups(
         names = _example_names(group).items()
         classifications += [Classification(name, scores[label]) for name, label in names]
         if group.name:
-            answers[group.name] = _choice(scores) if is_single else _selection(scores, threshold or _EVEN)
-    kept = [one for one in classifications if one.score >= threshold]
+            answers[group.name] = _choice(scores) if is_single else _selection(scores, least)
+    kept = [one for one in classifications if threshold is None or one.score >= threshold]
     return Extraction(classifications=sorted(kept, key=lambda one: -one.score), data=answers)
 
 

@@ -605,6 +605,8 @@ async def test_models_are_found_by_name_and_version(office: Office):
     office.know(version("2", "available"), version("9", "available"), version("10", "available"))
     with pytest.raises(NotFound, match="Request for unknown model: 'm' has no available versions"):
         office.table.resolve("m")
+    with pytest.raises(NotFound, match="Request for unknown model: 'm' version 9 is not loaded"):
+        office.tensors.serving("m/versions/9")
     assert office.asked == []  # a request never loads a repository's model
 
 

@@ -9,6 +9,7 @@ import torch
 
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
+from sie.values.errors import BadRequest, ModelLoadFailed
 from sie.values.work import TensorForm, TensorTask
 from sie.workers.device.fallbacks import collecting
 from sie.workers.model_api import TensorInputs
@@ -147,3 +148,67 @@ def test_a_program_that_stays_behind_in_part_runs_on_the_cpu(program_card, monke
         runner = load_exported(program_card, "cuda:0", lambda *_: None)
     assert run(runner, [[3.0, 4.0]]) == [[5.0, 7.0]]
     assert [fallback.reason for fallback in fallbacks.found] == ["tensors of the program stay on cpu"]
+
+
+class Repeated(torch.nn.Module):
+    def forward(self, times, x, mask=None):
+        return {"y": x * times if mask is None else x * mask}
+
+
+def test_a_program_runs_with_the_arguments_that_it_was_saved_with(tmp_path):
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    torch.export.save(torch.export.export(Repeated(), (3, torch.ones(1, 2), None)), folder / "model.pt2")
+    runner = load_exported(read_card(tmp_path), "cpu", lambda *_: None)
+    assert run(runner, [[3.0, 4.0]]) == [[9.0, 12.0]]
+
+
+class Counting(torch.nn.Module):
+    """Adds to a buffer in place, perhaps through a view, or only to copies of it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.register_buffer("sums", torch.zeros(2, 2))
+
+    def forward(self, x):
+        if self.way == "copy":
+            return {"y": x + self.sums.double().add_(1)[0].float().add_(1)}
+        part = {"whole": self.sums, "view": self.sums[0].view(-1), "split": self.sums.chunk(2)[1]}[self.way]
+        part.add_(1)
+        return {"y": x + self.sums[-1]}
+
+
+@pytest.mark.parametrize("way", ["whole", "view", "split"])
+def test_a_program_that_keeps_state_between_requests_is_refused(tmp_path, way):
+    card = counting(tmp_path, way)
+    with pytest.raises(ModelLoadFailed, match=r"it changes its own state \(sums\)"):
+        load_exported(card, "cpu", lambda *_: None)
+
+
+def test_a_program_may_write_to_what_it_made_of_its_weights(tmp_path):
+    runner = load_exported(counting(tmp_path, "copy"), "cpu", lambda *_: None)
+    assert [run(runner, [[3.0, 4.0]]) for _ in range(2)] == [[[5.0, 6.0]]] * 2
+
+
+def counting(tmp_path, way):
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    torch.export.save(torch.export.export(Counting(way), (torch.ones(1, 2),)), folder / "model.pt2")
+    return read_card(tmp_path)
+
+
+class Enlarged(torch.nn.Module):
+    def forward(self, x):
+        return {"y": torch.nn.functional.interpolate(x[None], scale_factor=2.0)[0]}
+
+
+def test_a_size_that_the_program_cannot_compute_with_is_the_clients_fault(tmp_path):
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    sizes = {"x": {1: torch.export.Dim("n")}}
+    program = torch.export.export(Enlarged(), (torch.ones(1, 2),), dynamic_shapes=sizes)
+    torch.export.save(program, folder / "model.pt2")
+    runner = load_exported(read_card(tmp_path), "cpu", lambda *_: None)
+    with pytest.raises(BadRequest, match="sizes should be greater than 0"):
+        run(runner, np.zeros((1, 0)))

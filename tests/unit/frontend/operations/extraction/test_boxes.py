@@ -144,6 +144,22 @@ def test_a_phrase_becomes_the_callers_label(make_reading: Any, scores: dict[str,
     assert grounded(make_reading, scores, labels=LABELS) == label
 
 
+@pytest.mark.parametrize(
+    ("labels", "scores", "label"),
+    [
+        (("handbag", "Réd handbag"), {"red": 0.9, "handbag": 0.8}, "Réd handbag"),
+        (("猫", "红色 猫"), {"红": 0.9, "色": 0.9}, "红色 猫"),
+    ],
+)
+def test_labels_are_compared_as_the_tokenizer_spells_them(
+    make_reading: Any, labels: tuple[str, ...], scores: dict[str, float], label: str
+):
+    """BERT reads words without their accents, and Chinese characters one by one."""
+    # The part of the text that belongs to a label decides only if the phrase has no word of any label.
+    elsewhere = {**scores, ".": 0.95}
+    assert grounded(make_reading, elsewhere, labels=labels) == label
+
+
 def test_a_free_text_gives_its_own_phrases(make_reading: Any):
     text = "the red sofa. cat."
     assert grounded(make_reading, {"red": 0.9, "sofa": 0.5}, instruction=text) == "red sofa"
