@@ -14,7 +14,7 @@ from sie.supervisor.start_checks import check_agents, check_start
 
 
 def check(**given: str) -> None:
-    check_agents(load_settings(None, {}, given).settings.agents)
+    check_agents(load_settings(None, {}, given).settings)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +126,12 @@ def test_a_collector_that_the_protocol_cannot_reach_is_refused(monkeypatch: pyte
     with pytest.raises(StartError, match="--otlp-protocol http"):
         check_tracing(otlp_protocol="grpc", otlp_endpoint="https://c/otlp")
     check_tracing(otlp_protocol="grpc", otlp_endpoint="https://c/")
+
+
+@pytest.mark.parametrize(("place", "reason"), [("file", "File exists"), ("file/agents", "Not a directory")])
+def test_a_directory_of_sessions_that_cannot_be_made_is_named(tmp_path: Path, place: str, reason: str) -> None:
+    (tmp_path / "file").touch()
+    path = str(tmp_path / place)
+    with pytest.raises(StartError, match=f"^agent_dir: {path}: .*{reason}"):
+        check_start(load_settings(None, {}, {"agent": True, "agent_dir": path}), is_gateway=False)
+    check_start(load_settings(None, {}, {"agent_dir": path}), is_gateway=False)
