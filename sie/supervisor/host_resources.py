@@ -16,6 +16,9 @@ from sie.runtime.run_directories import alone_in, make_locked, remove_unlocked
 from sie.runtime.server_locks import lock_holder, lock_name
 
 _RUN_PREFIX: Final = "run-"
+_MAX_SOCKET_PATH_BYTES: Final = 107
+_SOCKET_NAME: Final = "control"
+"""The longest name of a socket in a run's directory."""
 _CORES_PER_FRONTEND = 4
 
 
@@ -40,10 +43,21 @@ def make_runtime_dir(base: Path) -> Iterator[Path]:
     except OSError as error:
         raise StartError(f"runtime_dir: cannot create a directory in {base}: {error}") from error
     try:
+        _check_socket_paths(path)
         yield path
     finally:
         _remove_run(path)
         os.close(fd)
+
+
+def _check_socket_paths(directory: Path) -> None:
+    """Raise StartError if a run's directory has a name too long for the sockets in it. Source: unix(7), sun_path."""
+    most = _MAX_SOCKET_PATH_BYTES - len(f"/{_SOCKET_NAME}")
+    if len(os.fsencode(directory)) > most:
+        more = len(os.fsencode(directory)) - len(os.fsencode(directory.parent))
+        raise StartError(
+            f"runtime_dir: {directory.parent} is longer than {most - more} bytes: its sockets would have no name"
+        )
 
 
 def _remove_run(path: Path) -> None:

@@ -90,13 +90,13 @@ def test_search_without_an_address_or_its_key_is_refused(tmp_path: Path) -> None
     odd = tmp_path / "odd"
     odd.write_bytes(b"\xff")
     for path, reason in ((tmp_path / "none", "cannot be read: No such file"), (odd, "is not UTF-8 text")):
-        given = {"agent": "true", "search_url": "http://h/", "search_key_file": str(path)}
+        given = {"agent": "true", "agent_dir": str(tmp_path), "search_url": "http://h/", "search_key_file": str(path)}
         with pytest.raises(StartError, match=f"^search_key_file: {path}: {reason}"):
             check(**given)
         check(**{**given, "agent": "false"})
     odd.write_text("key\n")
     check(**given)
-    check(agent="true")
+    check(agent="true", agent_dir=str(tmp_path))
 
 
 def test_a_chat_template_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
