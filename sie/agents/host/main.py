@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Final
 
 import msgspec
