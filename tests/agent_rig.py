@@ -45,7 +45,7 @@ class Host:
     @staticmethod
     async def _make(settings: Settings) -> AgentProcess:
         process = AgentProcess(settings)
-        await process._sessions.clear_directory()
+        await process._sessions.open_directory()
         return process
 
     def wait(self, work: Any) -> Any:

@@ -187,7 +187,7 @@ def agents(config_file: str | None, **flags: Any) -> int:
     from sie.supervisor.start_checks import check_agents
 
     try:
-        check_agents(loaded.settings.agents)
+        check_agents(loaded.settings)
         return serve_service(loaded.settings)
     except StartError as error:
         raise SettingsError(str(error)) from error

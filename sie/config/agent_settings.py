@@ -82,7 +82,9 @@ class Agents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 19
     agent_dir: Annotated[
         str,
-        Meta(description="Directory of the working directories, on a local disk; empty uses `agents` in `state_dir`."),
+        Meta(
+            description="Directory of the working directories, on a local disk; each agent process makes one of its own in it. Empty uses `agents` in `state_dir`."
+        ),
     ] = ""
     agent_socket: Annotated[
         str,

@@ -315,11 +315,11 @@ class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shared memory; all except `max_large_bytes` and `max_pending_reply_bytes` is reserved at the start."""
 
-    request_segment_bytes: Annotated[int, Meta(ge=MIB, le=1 << 36, description="Request segment of each frontend.")] = (
-        64 * MIB
-    )
+    request_segment_bytes: Annotated[
+        int, Meta(ge=MIB, le=1 << 36, multiple_of=64, description="Request segment of each frontend.")
+    ] = 64 * MIB
     reply_segment_bytes: Annotated[
-        int, Meta(ge=MIB, le=1 << 36, description="Reply segment of each pair of worker and frontend.")
+        int, Meta(ge=MIB, le=1 << 36, multiple_of=64, description="Reply segment of each pair of worker and frontend.")
     ] = 32 * MIB
     large_extent_bytes: Annotated[
         int, Meta(ge=65536, le=1 << 32, description="A payload over this size gets its own segment.")

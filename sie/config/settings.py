@@ -77,6 +77,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The directory of the files, skills and sessions of clients."""
         return self.store.store_dir or self.server.state_dir
 
+    @property
+    def agent_dir(self) -> Path:
+        """The directory below which the agent process has the working directories of sessions."""
+        return Path(self.agents.agent_dir or Path(self.server.state_dir, "agents"))
+
 
 class Loaded(msgspec.Struct, frozen=True):
     """The settings, and the source of each by key name."""

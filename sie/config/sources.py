@@ -174,7 +174,10 @@ def _expected(plain: Any, meta: Meta) -> str:
     if typing.get_origin(plain) is Literal:
         return "one of " + ", ".join(typing.get_args(plain))
     if plain in (int, float):
-        return f"{'an integer' if plain is int else 'a number'} from {meta.ge} to {meta.le}"
+        kind = (
+            "a number" if plain is float else f"a multiple of {meta.multiple_of}" if meta.multiple_of else "an integer"
+        )
+        return f"{kind} from {meta.ge} to {meta.le}"
     if plain is bool:
         return "true or false"
     if meta.min_length:
@@ -195,10 +198,13 @@ def _convert(key: Key, raw: Any, where: str, *, from_text: bool) -> Any:
     if from_text and not isinstance(raw, bool) and not is_utf8(raw if isinstance(raw, str) else "".join(raw)):
         raise SettingsError(f"{where}: {raw!r} is not UTF-8 text")
     try:
-        return msgspec.convert(raw, key.annotation, strict=not from_text)
+        value = msgspec.convert(raw, key.annotation, strict=not from_text)
     except msgspec.ValidationError:
         shown = raw if isinstance(raw, str) else msgspec.json.encode(raw, enc_hook=str).decode()
         raise SettingsError(f"{where}: {shown!r} is not {key.expects}") from None
+    if any("\0" in text for text in (value if key.is_list else [value]) if isinstance(text, str)):
+        raise SettingsError(f"{where}: {raw!r} has a null character")
+    return value
 
 
 def did_you_mean(wrong: str, known: Sequence[str], *, prefix: str = "") -> str:

@@ -6,17 +6,19 @@ import fcntl
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from sie.config.sections import Memory
+from sie.runtime.run_directories import alone_in, make_locked, remove_unlocked
 from sie.runtime.server_locks import lock_holder, lock_name
 
 _RUN_PREFIX: Final = "run-"
-_DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MAX_SOCKET_PATH_BYTES: Final = 107
+_SOCKET_NAME: Final = "control"
+"""The longest name of a socket in a run's directory."""
 _CORES_PER_FRONTEND = 4
 
 
@@ -34,42 +36,28 @@ def make_runtime_dir(base: Path) -> Iterator[Path]:
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(base)
-        with _alone_in(base):
-            _remove_remains(base)
-            path = Path(tempfile.mkdtemp(prefix=_RUN_PREFIX, dir=base))
-            fd = os.open(path, _DIRECTORY_FLAGS)
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with alone_in(base):
+            remove_unlocked(base, f"{_RUN_PREFIX}*", _remove_run)
+            remove_unlocked(base, lock_name("[0-9]*"), os.unlink)
+            path, fd = make_locked(base, _RUN_PREFIX)
     except OSError as error:
         raise StartError(f"runtime_dir: cannot create a directory in {base}: {error}") from error
     try:
+        _check_socket_paths(path)
         yield path
     finally:
         _remove_run(path)
         os.close(fd)
 
 
-@contextmanager
-def _alone_in(base: Path) -> Iterator[None]:
-    """Wait until no other server makes, locks or removes files in base."""
-    fd = os.open(base, _DIRECTORY_FLAGS)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _remove_remains(base: Path) -> None:
-    """Remove the directories and lock files of servers that have ended."""
-    for pattern, remove in ((f"{_RUN_PREFIX}*", _remove_run), (lock_name("[0-9]*"), os.unlink)):
-        for path in base.glob(pattern):
-            with suppress(OSError):  # its server lives, or it is not ours
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove(path)
-                finally:
-                    os.close(fd)
+def _check_socket_paths(directory: Path) -> None:
+    """Raise StartError if a run's directory has a name too long for the sockets in it. Source: unix(7), sun_path."""
+    most = _MAX_SOCKET_PATH_BYTES - len(f"/{_SOCKET_NAME}")
+    if len(os.fsencode(directory)) > most:
+        more = len(os.fsencode(directory)) - len(os.fsencode(directory.parent))
+        raise StartError(
+            f"runtime_dir: {directory.parent} is longer than {most - more} bytes: its sockets would have no name"
+        )
 
 
 def _remove_run(path: Path) -> None:
@@ -98,7 +86,7 @@ def take_lock(directory: Path, port: int) -> Iterator[None]:
     """
     path = directory / lock_name(port)
     try:
-        with _alone_in(directory):
+        with alone_in(directory):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             _lock(fd, path, port)
             os.ftruncate(fd, 0)
@@ -109,7 +97,7 @@ def take_lock(directory: Path, port: int) -> Iterator[None]:
         yield
     finally:
         # Nobody waits for a lock while the file is removed, so none is taken on a file that has no name any more.
-        with suppress(OSError), _alone_in(directory):
+        with suppress(OSError), alone_in(directory):
             path.unlink()
         os.close(fd)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import ssl
@@ -30,13 +31,15 @@ def check_start(loaded: Loaded, *, is_gateway: bool) -> None:
     _check_cluster(settings, is_gateway=is_gateway)
     _check_text("chat_template", settings.generation.chat_template)
     if not settings.agents.agent_socket:  # else another process uses the files, as another user
-        check_agents(settings.agents)
+        check_agents(settings)
 
 
-def check_agents(agents: Agents) -> None:
+def check_agents(settings: Settings) -> None:
     """Raise StartError for files of the agent process that cannot be used, and for a search without its engine."""
-    _check_mcp(agents.mcp_config)
-    _check_search(agents)
+    _check_mcp(settings.agents.mcp_config)
+    _check_search(settings.agents)
+    if settings.agents.is_on or settings.agents.agent_socket:
+        _check_agent_dir(settings.agent_dir)
 
 
 def _check_failpoints(loaded: Loaded) -> None:
@@ -157,6 +160,16 @@ def _check_search(agents: Agents) -> None:
         raise StartError("search_url: enable_search needs the address of a search engine (--search-url URL)")
     if agents.has_search:
         _check_text("search_key_file", agents.search_key_file)
+
+
+def _check_agent_dir(path: Path) -> None:
+    """Make the directory of the sessions. Raise StartError if the agent process could not make directories in it."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise StartError(f"agent_dir: {path}: sessions cannot have directories in it: {error.strerror}") from None
 
 
 def _check_text(setting: str, path: str) -> None:

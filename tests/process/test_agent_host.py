@@ -193,11 +193,11 @@ def test_sessions_end_when_idle_or_least_recently_used() -> None:
         assert host.python("x", "a")["result"] == "1"
         host.python("x = 1", "c")
         assert "NameError" in host.python("x", "b")["exception"], "b was the least recently used, and is anew"
-        assert len(list((directory / "agents").iterdir())) == 2
+        assert len(list((directory / "agents").glob("*/*"))) == 2
 
         assert running_in(directory)
         expiry = asyncio.run_coroutine_threadsafe(host.process.expire_forever(), host._loop)
-        eventually(lambda: not list((directory / "agents").iterdir()), "no directory")
+        eventually(lambda: not list((directory / "agents").glob("*/*")), "no directory")
         eventually(lambda: not running_in(directory), "no process")
         expiry.cancel()
 
@@ -209,10 +209,10 @@ def test_a_host_full_of_busy_sessions_says_so() -> None:
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
         busy = pool.submit(host.shell, "until [ -e go ]; do sleep 0.05; done", session="busy")
-        eventually(lambda: list((directory / "agents").glob("*/work")), "the session")
+        eventually(lambda: list((directory / "agents").glob("*/*/work")), "the session")
         with pytest.raises(Overloaded, match="agent_sessions"):
             host.python("1", "other")
-        (work,) = (directory / "agents").glob("*/work")
+        (work,) = (directory / "agents").glob("*/*/work")
         (work / "go").touch()
         assert busy.result(WAIT_S)["exit_code"] == 0
 
@@ -242,7 +242,7 @@ def test_a_frontend_waits_for_an_agent_process_that_starts(tmp_path: Path) -> No
 
 def test_leftovers_of_a_killed_server_are_removed() -> None:
     with open_directory() as directory:
-        deep = directory / "agents" / "old" / "work"
+        deep = directory / "agents" / "sessions-old" / "work"
         deep.mkdir(parents=True)
         here = os.open(deep, os.O_RDONLY)
         for _ in range(1500):
@@ -253,7 +253,7 @@ def test_leftovers_of_a_killed_server_are_removed() -> None:
         os.fchmod(here, 0)
         os.close(here)
         with start_host(MODE, directory):
-            assert not list((directory / "agents").iterdir())
+            assert not list((directory / "agents").glob("sessions-old"))
 
 
 def test_without_its_sandbox_code_runs_only_if_the_operator_says_so() -> None:

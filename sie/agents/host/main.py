@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -61,7 +60,7 @@ class AgentProcess:
         self._sandbox = _sandbox_of(settings)
         self._approvals = Approvals(agents.approval_timeout_s)
         self._sessions = Sessions(
-            Path(agents.agent_dir or Path(settings.server.state_dir, "agents")), self._sandbox,
+            settings.agent_dir, self._sandbox,
             max_sessions=agents.agent_sessions, idle_s=agents.agent_session_idle_s, on_removed=self._approvals.forget,
         )  # fmt: skip
         bounds = Bounds(
@@ -79,7 +78,7 @@ class AgentProcess:
 
     async def open(self, path: str, given: socket.socket | None = None) -> None:
         """Begin to answer frontends on this path. given: the socket that the service manager opened there."""
-        await self._sessions.clear_directory()
+        await self._sessions.open_directory()
         if self._mcp is not None:
             self._mcp.open()
         await AgentServer(path, self.answer).open(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import shutil
 import subprocess
@@ -15,10 +16,13 @@ from typing import Final, TypeVar
 from sie.agents.host.python_session import PythonSession
 from sie.agents.host.workdir import Seen
 from sie.runtime.logs import get_logger
+from sie.runtime.run_directories import alone_in, make_locked, remove_unlocked
 from sie.runtime.sandbox import Sandbox, make_home
 from sie.values.errors import Overloaded
 
 _log = get_logger(__name__)
+_PREFIX: Final = "sessions-"
+"""Begins the name of the directory of one agent process."""
 _LONGEST_LOOK_S: Final = 30.0
 _REMOVE_TIMEOUT_S: Final = 600.0
 _MAX_KNOWN: Final = 4096
@@ -75,7 +79,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of the agent process. on_removed is called with (owner, name) of one that is removed."""
+    """All sessions of the agent process; root may have those of others, too. on_removed is called with (owner, name) of one that is removed."""
 
     def __init__(
         self, root: Path, sandbox: Sandbox, *, max_sessions: int, idle_s: float, on_removed: Callable[[str, str], None]
@@ -90,12 +94,15 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    async def clear_directory(self) -> None:
-        """Remove what a server that was killed left behind, and make the directory, which nobody else may enter."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        self._root.chmod(0o700)
-        for path in list(self._root.iterdir()):
-            await _remove(path)
+    async def open_directory(self) -> None:
+        """Make a directory of this process's own in the root, and remove those of agent processes that were killed."""
+        await asyncio.to_thread(self._open_directory)
+
+    def _open_directory(self) -> None:
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with alone_in(self._root):
+            remove_unlocked(self._root, f"{_PREFIX}*", _remove)
+            self._directory, self._lock = make_locked(self._root, _PREFIX)
 
     async def find(self, owner: str, name: str) -> Session:
         """Return a session, a new one if need be. Raises Overloaded if every session is in use, and OSError."""
@@ -103,7 +110,7 @@ class Sessions:
             await self._remove_oldest()  # another call may begin this session, or take the room, in the meantime
         session = self._sessions.pop((owner, name), None)
         if session is None:
-            home = self._root / secrets.token_hex(8)
+            home = self._directory / secrets.token_hex(8)
             try:
                 make_home(home, self._sandbox)
             except OSError:
@@ -138,6 +145,8 @@ class Sessions:
         """End every interpreter, and remove every directory."""
         for session in list(self._sessions.values()):
             await self._remove(session)
+        await asyncio.to_thread(_remove, self._directory)
+        os.close(self._lock)
 
     async def _remove_oldest(self) -> None:
         for session in self._sessions.values():
@@ -153,7 +162,7 @@ class Sessions:
         self._on_removed(session.owner, session.name)
         if session.python is not None:
             await session.python.close()
-        await _remove(session.home)
+        await asyncio.to_thread(_remove, session.home)
 
 
 def _put(entries: dict[str, _T], key: str, value: _T, most: int) -> None:
@@ -164,14 +173,14 @@ def _put(entries: dict[str, _T], key: str, value: _T, most: int) -> None:
         del entries[next(iter(entries))]
 
 
-async def _remove(home: Path) -> None:
+def _remove(home: Path) -> None:
     """Remove a directory in which a stranger made names: of any depth, and closed to its own owner."""
     for command in (["chmod", "-R", "u+rwX", "--"], ["rm", "-rf", "--one-file-system", "--"]):
         try:
-            await asyncio.to_thread(_run, [*command, str(home)])
+            _run([*command, str(home)])
         except (OSError, subprocess.SubprocessError) as error:
             _log.warning("%s: %s", command[0], error)
-    if await asyncio.to_thread(home.exists):
+    if home.exists():
         _log.warning("the directory of a session could not be removed: %s", home)
 
 

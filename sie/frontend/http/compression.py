@@ -12,6 +12,8 @@ from sie.values.errors import BadRequest, InputTooLong, SieError
 
 Coding = Literal["gzip", "deflate"]
 _WINDOW_BITS: Final[dict[Coding, int]] = {"gzip": 31, "deflate": 15}
+_ZERO_WEIGHTS: Final = frozenset({"q=0", "q=0.", "q=0.0", "q=0.00", "q=0.000"})
+"""All forms of a weight that refuses a coding. Source: RFC 9110, section 12.4.2."""
 _FREE_BYTES: Final = 1 << 20
 """Any body may grow to this size, because small tensors of one value compress several hundred times."""
 _PIECE_BYTES: Final = 1 << 18
@@ -68,8 +70,9 @@ def choose_coding(accept_encoding: str) -> Coding | None:
     for part in accept_encoding.split(","):
         name, _, weight = part.partition(";")
         word = name.strip().lower()
+        is_refused = weight.replace(" ", "").lower() in _ZERO_WEIGHTS
         for coding in _WINDOW_BITS:
-            if word == coding and weight.replace(" ", "") not in ("q=0", "q=0.0"):
+            if word == coding and not is_refused:
                 return coding
     return None
 

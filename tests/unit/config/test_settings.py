@@ -131,6 +131,20 @@ def test_a_variable_of_other_servers_is_passed_over_where_it_is_wrong(environ: d
     assert found == expected
 
 
+@pytest.mark.parametrize(("section", "name"), [("access", "api_keys"), ("models", "model"), ("server", "runtime_dir")])
+def test_a_text_with_a_null_character_is_refused(tmp_path: Path, section: str, name: str):
+    text = '["a=/b\\u0000c"]' if BY_NAME[name].is_list else '"/b\\u0000c"'
+    path = write(tmp_path, f"[{section}]\n{name} = {text}\n")
+    with pytest.raises(SettingsError, match=rf"\[{section}\] {name}: .* has a null character"):
+        load_settings(path, {}, {})
+
+
+@pytest.mark.parametrize("name", ["request_segment_bytes", "reply_segment_bytes"])
+def test_a_segment_of_a_size_that_no_pool_can_have_is_refused(name: str):
+    with pytest.raises(SettingsError, match=f"{BY_NAME[name].flag}: '1048577' is not a multiple of 64 from 1048576 to"):
+        load_settings(None, {}, {name: "1048577", "large_extent_bytes": "65536"})
+
+
 def test_an_unknown_variable_warns_with_the_nearest():
     environ = {"SIE_URL": "http://a", "SIE_PROT": "1", "SIE_API_KEY": "k", "SIE_BACKLOG": "300", "SIE_CONFIG": ""}
     loaded = load_settings(None, environ, {})

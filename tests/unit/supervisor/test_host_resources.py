@@ -175,3 +175,15 @@ def test_runtime_dir_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match="runtime_dir"), make_runtime_dir(tmp_path / "file"):
         pass
+
+
+def test_runtime_dir_whose_sockets_would_have_too_long_a_path_is_refused(tmp_path):
+    room = 107 - len("/run-12345678/control") - len(str(tmp_path)) - 1
+    with make_runtime_dir(tmp_path / ("a" * room)) as path, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path / "control"))
+    with (
+        pytest.raises(StartError, match=r"^runtime_dir: .* is longer than \d+ bytes"),
+        make_runtime_dir(tmp_path / ("a" * (room + 1))),
+    ):
+        pass
+    assert not list((tmp_path / ("a" * (room + 1))).iterdir())

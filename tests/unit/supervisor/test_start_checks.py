@@ -14,7 +14,7 @@ from sie.supervisor.start_checks import check_agents, check_start
 
 
 def check(**given: str) -> None:
-    check_agents(load_settings(None, {}, given).settings.agents)
+    check_agents(load_settings(None, {}, given).settings)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_search_without_an_address_or_its_key_is_refused(tmp_path: Path) -> None
     odd = tmp_path / "odd"
     odd.write_bytes(b"\xff")
     for path, reason in ((tmp_path / "none", "cannot be read: No such file"), (odd, "is not UTF-8 text")):
-        given = {"agent": "true", "search_url": "http://h/", "search_key_file": str(path)}
+        given = {"agent": "true", "agent_dir": str(tmp_path), "search_url": "http://h/", "search_key_file": str(path)}
         with pytest.raises(StartError, match=f"^search_key_file: {path}: {reason}"):
             check(**given)
         check(**{**given, "agent": "false"})
     odd.write_text("key\n")
     check(**given)
-    check(agent="true")
+    check(agent="true", agent_dir=str(tmp_path))
 
 
 def test_a_chat_template_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
@@ -126,3 +126,12 @@ def test_a_collector_that_the_protocol_cannot_reach_is_refused(monkeypatch: pyte
     with pytest.raises(StartError, match="--otlp-protocol http"):
         check_tracing(otlp_protocol="grpc", otlp_endpoint="https://c/otlp")
     check_tracing(otlp_protocol="grpc", otlp_endpoint="https://c/")
+
+
+@pytest.mark.parametrize(("place", "reason"), [("file", "File exists"), ("file/agents", "Not a directory")])
+def test_a_directory_of_sessions_that_cannot_be_made_is_named(tmp_path: Path, place: str, reason: str) -> None:
+    (tmp_path / "file").touch()
+    path = str(tmp_path / place)
+    with pytest.raises(StartError, match=f"^agent_dir: {path}: .*{reason}"):
+        check_start(load_settings(None, {}, {"agent": True, "agent_dir": path}), is_gateway=False)
+    check_start(load_settings(None, {}, {"agent_dir": path}), is_gateway=False)

@@ -63,6 +63,7 @@ def test_other_codings_are_unsupported(coding: str):
         ("deflate;q=0.5, gzip", "deflate"),
         ("br, GZIP", "gzip"),
         ("gzip;q=0", None),
+        ("gzip;q=0.000, deflate; Q=0.", None),
         ("*", None),
     ],
 )
