@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sie.catalog.hub import classify
+from sie.catalog.hub_errors import classify
 from sie.catalog.prepare import Failed, Fetched, Message, Ready, Report, Request
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from tests.unit.catalog.warm_helper import Run, WarmHelper, start_warm_helper
@@ -260,6 +260,72 @@ def test_cut_download_is_resumed(hub: FakeHub, prepare: Prepare) -> None:
     assert [wanted for _, _, wanted in hub.requests if wanted] == ["bytes=10485760-"]
 
 
+def test_a_download_whose_connection_is_reset_is_resumed(hub: FakeHub, prepare: Prepare) -> None:
+    hub.reset_once = {"model.safetensors"}
+    content = hub.files["model.safetensors"] = hub.served["model.safetensors"] = os.urandom(48 << 20)
+    directory = _directory(prepare(SPEC, hub))
+    assert (directory / "model.safetensors").read_bytes() == content
+    ranges = [wanted for _, _, wanted in hub.requests if wanted]
+    assert len(ranges) == 1
+    assert ranges[0] != "bytes=0-"
+
+
+def test_a_hub_that_never_answers_ends_a_download(hub: FakeHub, prepare: Prepare) -> None:
+    hub.silent_at = ["/revision/"] * 10
+    message = prepare(SPEC, hub, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert _error_class(message) == "TIMEOUT"
+    assert "did not answer within 1 s" in message.error.message  # type: ignore[union-attr]
+
+
+def test_a_hub_that_does_not_answer_once_is_asked_again(hub: FakeHub, prepare: Prepare) -> None:
+    hub.silent_at = ["/tree/", "/resolve/"]
+    assert _directory(prepare(SPEC, hub, HF_HUB_DOWNLOAD_TIMEOUT="1", HF_HUB_ETAG_TIMEOUT="1")).name == COMMIT
+    assert hub.silent_at == []
+
+
+BUSY = [(status, {"Retry-After": "0"}, b"{}") for status in (429, 500, 503)]
+
+
+@pytest.mark.parametrize("part", ["/revision/", "/tree/", "/resolve/"])
+def test_a_hub_that_is_busy_is_asked_again(hub: FakeHub, prepare: Prepare, part: str) -> None:
+    hub.next_answers = {part: list(BUSY)}
+    assert _directory(prepare(SPEC, hub)).name == COMMIT
+    assert hub.next_answers == {part: []}
+
+
+def test_a_download_that_is_resumed_at_a_busy_hub_keeps_its_part(hub: FakeHub, prepare: Prepare) -> None:
+    hub.cut_once = {"model.safetensors"}
+    content = hub.files["model.safetensors"] = hub.served["model.safetensors"] = os.urandom(24 << 20)
+    hub.busy_after_cut = list(BUSY)
+    directory = _directory(prepare(SPEC, hub))
+    assert (directory / "model.safetensors").read_bytes() == content
+    assert {wanted for _, _, wanted in hub.requests if wanted} == {"bytes=10485760-"}
+
+
+def test_a_hub_that_stays_busy_is_asked_a_few_times_and_named(hub: FakeHub, prepare: Prepare) -> None:
+    hub.page = BUSY[2]
+    message = prepare(SPEC, hub)
+    assert _error_class(message) == "NETWORK"
+    assert f"Model 'org/model' cannot be loaded: {hub.url} answered 503" in message.error.message  # type: ignore[union-attr]
+    assert len(hub.requests) == 6
+
+
+def test_a_hub_that_asks_for_a_long_wait_is_not_waited_for(hub: FakeHub, prepare: Prepare) -> None:
+    hub.page = (429, {"Retry-After": "4000"}, b"{}")
+    message = prepare(SPEC, hub)
+    assert "answered 429 Too Many Requests and asks to wait 4000 s" in message.error.message  # type: ignore[union-attr]
+    assert "HF_TOKEN" in message.error.message  # type: ignore[union-attr]
+    assert len(hub.requests) == 1
+
+
+def test_a_model_that_is_complete_here_does_not_wait_for_a_busy_hub(hub: FakeHub, prepare: Prepare) -> None:
+    first = prepare(SPEC, hub)
+    hub.requests.clear()
+    hub.page = BUSY[2]
+    assert _directory(prepare(SPEC, hub)) == _directory(first)
+    assert len(hub.requests) == 1
+
+
 def test_wrong_bytes_are_never_served(hub: FakeHub, prepare: Prepare) -> None:
     right = hub.served["model.safetensors"]
     hub.served["model.safetensors"] = b"\0" * len(right)
@@ -305,7 +371,10 @@ def test_hub_that_is_down_has_its_class(hub: FakeHub, prepare: Prepare) -> None:
 def test_a_model_that_is_not_here_while_downloads_are_off_is_named_as_such(hub: FakeHub, prepare: Prepare) -> None:
     message = prepare(SPEC, hub, HF_HUB_OFFLINE="1")
     assert _error_class(message) == "NETWORK"
-    assert "it is not on this machine, and HF_HUB_OFFLINE is set" in message.error.message  # type: ignore[union-attr]
+    assert (
+        "it is not on this machine, or only in part, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+        in message.error.message
+    )  # type: ignore[union-attr]
 
 
 def test_a_place_for_downloads_that_cannot_be_written_is_named(hub: FakeHub, prepare: Prepare) -> None:
