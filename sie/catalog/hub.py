@@ -35,7 +35,10 @@ IGNORED = ["onnx/*", "openvino/*", "coreml/*", "runs/*", "checkpoint-*/*"]
 _DIGESTS = {64: "sha256", 40: "sha1"}  # a blob is named by its LFS or by its git hash
 _CHUNK_BYTES = 1 << 20
 _PARTIAL: Final = ".incomplete"
+_STALE_S: Final = 600.0
+_LOCK_S: Final = 0.05
 _QUIET_S: Final = 0.2
+_REPORT_S: Final = 5.0
 
 
 def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOWED, stage: str = "") -> str:
@@ -54,6 +57,7 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
     shown = _Shown(on_progress, stage)
     shown.report(0.0, "asking the hub")
     try:
+        _remove_stale_parts(spec)
         use_patient_clients(shown.report_wait, () if find_cached(spec, allowed) else PAUSES_S)
         directory = huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
             spec.id,
@@ -129,6 +133,25 @@ def list_files(spec: ModelSpec) -> Sequence[RepoFile]:
         return ()
 
 
+def _remove_stale_parts(spec: ModelSpec) -> None:
+    """Delete the parts of this model's files that killed downloads have left. The library resumes none of them.
+
+    A part stays while a process holds the lock of its file, or has written to it lately: some file systems between hosts
+    give the lock to everyone. Other names stay, because an older library resumes them.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import WeakFileLock
+
+    cache, name = Path(constants.HF_HUB_CACHE), repo_folder_name(repo_id=spec.id, repo_type="model")
+    for part in (cache / name / "blobs").glob(f"*.{'[0-9a-f]' * 8}{_PARTIAL}"):
+        lock = cache / ".locks" / name / f"{part.name.partition('.')[0]}.lock"
+        with contextlib.suppress(OSError):  # `Timeout` of a lock is one
+            if time.time() - part.stat().st_mtime > _STALE_S:
+                with WeakFileLock(lock, timeout=_LOCK_S):
+                    part.unlink()
+
+
 def remove_partial_files() -> None:
     """Delete the files that this process is downloading. The library uses none of them again.
 
@@ -168,7 +191,7 @@ def _missing_bytes(spec: ModelSpec, allowed: Sequence[str]) -> int:
 
 
 def _progress_bar(on_progress: Progress, expected_bytes: int) -> type[Any]:
-    """Return a tqdm class that reports each new percent of the bytes instead of drawing.
+    """Return a tqdm class that reports each new percent of the bytes, or what came in _REPORT_S, instead of drawing.
 
     The library adds a file to its bar's total when the file begins, so the total alone would show 100 % after the small
     files. Only `update` reports, because an unclosed bar draws once more when it is garbage collected.
@@ -176,7 +199,7 @@ def _progress_bar(on_progress: Progress, expected_bytes: int) -> type[Any]:
     from huggingface_hub.utils import tqdm
 
     text = f"downloading {shown_size(expected_bytes)}" if expected_bytes else "downloading"
-    shown = -1
+    shown, shown_s = -1, 0.0
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -187,12 +210,13 @@ def _progress_bar(on_progress: Progress, expected_bytes: int) -> type[Any]:
             pass
 
         def update(self, n: float | None = 1) -> bool | None:
-            nonlocal shown
+            nonlocal shown, shown_s
             updated = super().update(n)
             total = max(expected_bytes, self.total or 0)
             percent = int(100 * self.n / total) if self.unit == "B" and total else -1
-            if percent > shown:
-                shown = percent
+            now_s = time.monotonic()
+            if percent > shown or (percent == shown and now_s - shown_s > _REPORT_S):
+                shown, shown_s = percent, now_s
                 on_progress(min(percent / 100, 1.0), text)
             return updated
 

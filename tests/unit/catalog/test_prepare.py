@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -419,6 +420,27 @@ def test_a_download_that_is_ended_leaves_no_part_of_a_file(hub: FakeHub, tmp_pat
         helper.terminate()
         assert helper.wait(120) == 128 + signal.SIGTERM
     assert not list(tmp_path.rglob("*.incomplete"))
+
+
+def test_a_part_that_a_killed_download_left_goes_with_the_next_one(
+    hub: FakeHub, prepare: Prepare, tmp_path: Path
+) -> None:
+    prepare(SPEC, hub)
+    blob = (tmp_path / "hf/hub/models--org--model/snapshots" / COMMIT / "model.safetensors").resolve()
+    stale, fresh, locked, resumable = (
+        blob.with_name(name)
+        for name in (f"{blob.name}.0123abcd.incomplete", f"{blob.name}.00000000.incomplete",
+                     f"{'a' * 64}.0123abcd.incomplete", f"{blob.name}.incomplete")
+    )  # fmt: skip
+    for part in (stale, fresh, locked, resumable):
+        part.write_bytes(b"a part")
+        if part != fresh:
+            os.utime(part, (0, 0))
+    lock = tmp_path / "hf/hub/.locks/models--org--model" / f"{'a' * 64}.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        prepare(SPEC, hub)
+    assert {path for path in blob.parent.iterdir() if path.suffix == ".incomplete"} == {fresh, locked, resumable}
 
 
 @pytest.mark.parametrize(
