@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sie.catalog.files import refuse
 from sie.catalog.hub_client import PAUSES_S, use_patient_clients
-from sie.catalog.hub_errors import classify, explain, first_line, shown_size
+from sie.catalog.hub_errors import classify, explain, shown_size
 from sie.catalog.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
     except LocalEntryNotFoundError:
         return ""
     except HFValidationError as error:
-        raise refuse(spec.id, first_line(error)) from error
+        raise refuse(spec.id, explain(error, spec)) from error
 
 
 def directory_hint(model_id: str) -> str:

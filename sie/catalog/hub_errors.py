@@ -27,8 +27,6 @@ _STORAGE_ERRNOS: Final = {
     errno.EFBIG,
     errno.ENOTDIR,
 }
-_OF_OTHER_SERVERS: Final = json.JSONDecodeError | KeyError | TypeError | AttributeError | AssertionError
-"""What the library raises when an answer is not what a hub says."""
 _KEY: Final = "the token of HF_TOKEN or `hf auth login`"
 _NO_HUB: Final = "HF_ENDPOINT must be the address of a hub, and no proxy or login page may answer in its place"
 
@@ -40,22 +38,20 @@ def classify(error: BaseException) -> str:
     error = _cause(error)
     if isinstance(error, hub.HfHubHTTPError):
         return _class_of_status(error)
-    if isinstance(error, hub.HFValidationError | UnicodeEncodeError) or _is_malformed(error):
+    if isinstance(error, hub.HFValidationError) or _is_unsendable(error):
         return "CONFIG"
     if isinstance(error, TimeoutError) or _is_transport(error, "TimeoutException"):
         return "TIMEOUT"
-    if isinstance(error, hub.FileMetadataError):
-        return "NETWORK"
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         return "STORAGE"
-    if isinstance(error, hub.LocalEntryNotFoundError | ConnectionError | _OF_OTHER_SERVERS) or _is_transport(error):
+    if isinstance(error, hub.LocalEntryNotFoundError | ConnectionError) or _is_transport(error) or _not_of_hub(error):
         return "NETWORK"
     return "NETWORK" if "Consistency check failed" in str(error) else "UNKNOWN"
 
 
 def explain(error: BaseException, spec: ModelSpec) -> str:
     """Return why a download failed, and what the user can do. Only other reasons are quoted from the library."""
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import constants
     from huggingface_hub import errors as hub
 
     error = _cause(error)
@@ -63,12 +59,14 @@ def explain(error: BaseException, spec: ModelSpec) -> str:
         return _explain_status(error, spec)
     if isinstance(error, hub.OfflineModeIsEnabled):
         return "it is not on this machine, or only in part, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
-    if not _can_be_sent(get_token() or ""):
-        return f"{_KEY} has characters that no token has; copy it again"
+    if isinstance(error, hub.HFValidationError):
+        return f"{spec.id!r} is not the id of a model: it is NAME or OWNER/NAME of letters, digits, '-', '_' and '.'"
+    if _is_unsendable(error):
+        return _explain_unsendable(error)
+    if reason := _not_of_hub(error):
+        return f"{constants.ENDPOINT} does not answer as a hub: {reason}; {_NO_HUB}"
     if _is_transport(error):
         return _explain_connection(error)
-    if isinstance(error, hub.FileMetadataError | _OF_OTHER_SERVERS):
-        return f"{constants.ENDPOINT} does not answer as a hub ({_quoted(error)}): {_NO_HUB}"
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         return _explain_storage(error, constants.HF_HUB_CACHE)
     where = f"asking {constants.ENDPOINT}: " if classify(error) in ("NETWORK", "TIMEOUT") else ""
@@ -92,24 +90,31 @@ def _cause(error: BaseException) -> BaseException:
     return error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None else error
 
 
-def _is_transport(error: BaseException, name: str = "TransportError") -> bool:
+def _is_transport(error: BaseException, name: str = "RequestError") -> bool:
     """Tell whether the library's HTTP client raised an error of this name; its package has had several names."""
     return any(
         base.__name__ == name and base.__module__.partition(".")[0].startswith("httpx") for base in type(error).__mro__
     )
 
 
-def _is_malformed(error: BaseException) -> bool:
-    """Tell whether an address or a token is such that no request can be made."""
-    return any(_is_transport(error, name) for name in ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL"))
+def _is_unsendable(error: BaseException) -> bool:
+    """Tell whether a setting keeps every request from being made."""
+    names = ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL")
+    is_of_proxy = isinstance(error, ImportError | ValueError) and "proxy" in str(error).lower()
+    return is_of_proxy or isinstance(error, UnicodeEncodeError) or any(_is_transport(error, name) for name in names)
 
 
-def _can_be_sent(token: str) -> bool:
-    return token.isascii() and (token.isprintable() or not token)
+def _not_of_hub(error: BaseException) -> str:
+    """Return what shows that another server than a hub answered; empty if nothing does."""
+    from huggingface_hub.errors import FileMetadataError
 
-
-def _quoted(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, json.JSONDecodeError):
+        return "it sent something else than JSON"
+    if isinstance(error, FileMetadataError):
+        return "it sent a file without its commit and hash"
+    if _is_transport(error, "TooManyRedirects"):
+        return "it redirects for ever"
+    return "its JSON lacks fields" if isinstance(error, KeyError | TypeError | AttributeError | AssertionError) else ""
 
 
 def _class_of_status(error: HfHubHTTPError) -> str:
@@ -142,14 +147,18 @@ def _explain_status(error: HfHubHTTPError, spec: ModelSpec) -> str:
         return f"{hub_url} has no model of this name, or it is private and {token}"
     url, status = error.response.url, error.response.status_code
     answer = f"{url.scheme}://{url.netloc.decode()} answered {status} {error.response.reason_phrase}".rstrip()
-    said = f" ({error.server_message})" if error.server_message and _is_of_hub(error) else ""
-    if status == 401:
-        return f"{answer}{said}: {_KEY} may have expired; set a new one, or unset it"
     if status in BUSY:
         return answer + _advice_on_busy(error)
     if _is_of_hub(error):
-        return f"{answer}{said}" + (f": {_KEY} needs access to this repository" if status == 403 else "")
-    return f"{answer}, which is not a hub's answer: {_NO_HUB}{_through_proxy(str(url))}"
+        answer += f" ({' '.join((error.server_message or '').split())})"
+    if status == 401:
+        return f"{answer}: " + (f"{_KEY} may have expired; set a new one" if get_token() else "set HF_TOKEN")
+    if _is_of_hub(error):
+        return answer + (f": {_KEY} needs access to this repository" if status == 403 else "")
+    if status in (403, 407):
+        way = _through_proxy(str(url)) or "; HTTPS_PROXY and NO_PROXY choose the way to it"
+        return f"{answer}, not as a hub: a proxy, a firewall or the server of the files refuses this host{way}"
+    return f"{answer}, not as a hub: {_NO_HUB}"
 
 
 def _advice_on_busy(error: HfHubHTTPError) -> str:
@@ -163,6 +172,16 @@ def _advice_on_busy(error: HfHubHTTPError) -> str:
     return f"{asked}; try again later" + ("" if get_token() else ", or set HF_TOKEN: accounts may ask more often")
 
 
+def _explain_unsendable(error: BaseException) -> str:
+    from huggingface_hub import constants
+
+    if isinstance(error, UnicodeEncodeError) or _is_transport(error, "LocalProtocolError"):
+        return f"{_KEY} has characters that no token has; copy it again"  # the error would show the token
+    if isinstance(error, ImportError | ValueError):
+        return f"{constants.ENDPOINT} cannot be asked{_through_proxy(constants.ENDPOINT)}: {first_line(error)}"
+    return f"HF_ENDPOINT is {constants.ENDPOINT!r}, which is not the address of a hub: {first_line(error)}"
+
+
 def _explain_connection(error: BaseException) -> str:
     from huggingface_hub import constants
 
@@ -173,8 +192,6 @@ def _explain_connection(error: BaseException) -> str:
         limit_s = constants.HF_HUB_DOWNLOAD_TIMEOUT if request is None else request.extensions["timeout"]["read"]
         limits = "HF_HUB_DOWNLOAD_TIMEOUT and HF_HUB_ETAG_TIMEOUT set the limits"
         return f"{url} did not answer within {limit_s:g} s{proxy}; {limits}"
-    if _is_malformed(error):
-        return f"HF_ENDPOINT is {constants.ENDPOINT!r}, which is not the address of a hub: {first_line(error)}"
     certificates = "; SSL_CERT_FILE names the certificates to trust" if "CERTIFICATE_VERIFY" in str(error) else ""
     setting = "" if proxy or certificates else "; HF_ENDPOINT is the hub's address, and HTTPS_PROXY that of a proxy"
     return f"{url} cannot be reached{proxy}: {first_line(error)}{certificates}{setting}"
@@ -186,7 +203,7 @@ def _through_proxy(url: str) -> str:
     name = next((name for name in (parts.scheme, "all") if name in proxies), "")
     if not name or proxy_bypass(parts.netloc):
         return ""
-    return f" through the proxy {proxies[name].rpartition('@')[2]} ({name.upper()}_PROXY, NO_PROXY)"
+    return f" through the proxy {proxies[name].rpartition('@')[2].rpartition('//')[2]} ({name.upper()}_PROXY, NO_PROXY)"
 
 
 def _explain_storage(error: OSError, cache: str) -> str:

@@ -364,6 +364,55 @@ def test_a_failure_of_the_hub_says_that_a_directory_has_the_same_name(
     assert "directory here" not in message.error.message  # type: ignore[union-attr]
 
 
+HTML = {"Content-Type": "text/html"}
+
+
+@pytest.mark.parametrize(
+    ("part", "answer", "error_class", "advice"),
+    [
+        ("", (403, HTML, b"<html>"), "NETWORK", "answered 403 Forbidden, not as a hub: a proxy, a firewall"),
+        ("model.safetensors", (403, {}, b"<Error>"), "NETWORK", "NO_PROXY choose the way to it"),
+        ("", (403, {"X-Error-Message": "no read access"}, b""), "GATED", "(no read access): the token of HF_TOKEN"),
+        ("", (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, b""), "GATED",
+         "(Invalid credentials in Authorization header): the token of HF_TOKEN or `hf auth login` may have expired"),
+        ("", (404, HTML, b"<html>"), "NETWORK", "answered 404 Not Found, not as a hub: HF_ENDPOINT must be"),
+        ("", (404, {"X-Error-Code": "RepoNotFound"}, b""), "NOT_FOUND", "`hf auth login` has no access to it"),
+        ("", (200, HTML, b"<html>"), "NETWORK", "does not answer as a hub: it sent something else than JSON"),
+        ("/tree/", (200, {}, b"[{}]"), "NETWORK", "does not answer as a hub: its JSON lacks fields"),
+        ("/resolve/", (200, HTML, b"<html>"), "NETWORK", "it sent a file without its commit and hash; HF_ENDPOINT"),
+        ("", (302, {"Location": "/login"}, b""), "NETWORK", "it redirects for ever; HF_ENDPOINT must be"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_not_the_hub_s_names_its_cause_and_the_setting(
+    hub: FakeHub, prepare: Prepare, part: str, answer: tuple[int, dict[str, str], bytes], error_class: str, advice: str
+) -> None:
+    hub.next_answers = {part: [answer] * 30}
+    message = prepare(SPEC, hub, HF_TOKEN="hf_token")
+    assert _error_class(message) == error_class
+    assert advice in message.error.message  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("environment", "error_class", "advice"),
+    [
+        ({"HF_TOKEN": "hf_é"}, "CONFIG", "the token of HF_TOKEN or `hf auth login` has characters that no token has"),
+        ({"HF_ENDPOINT": "localhost"}, "CONFIG", "HF_ENDPOINT is 'localhost', which is not the address of a hub"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:1"}, "NETWORK", "cannot be reached: [Errno 111] Connection refused; HF_ENDP"),
+        ({"HF_ENDPOINT": "https://hub.example", "NO_PROXY": "", "HTTPS_PROXY": "http://me:secret@127.0.0.1:1"},
+         "NETWORK", "cannot be reached through the proxy 127.0.0.1:1 (HTTPS_PROXY, NO_PROXY): [Errno 111]"),
+        ({"HF_ENDPOINT": "https://hub.example", "NO_PROXY": "", "HTTPS_PROXY": "odd://127.0.0.1:1"},
+         "CONFIG", "through the proxy 127.0.0.1:1 (HTTPS_PROXY, NO_PROXY): Unknown scheme for proxy"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_keeps_the_hub_away_is_named(
+    hub: FakeHub, prepare: Prepare, environment: dict[str, str], error_class: str, advice: str
+) -> None:
+    message = prepare(SPEC, hub, **environment)
+    assert _error_class(message) == error_class
+    assert advice in message.error.message  # type: ignore[union-attr]
+    assert "secret" not in message.error.message  # type: ignore[union-attr]
+
+
 def test_hub_that_is_down_has_its_class(hub: FakeHub, prepare: Prepare) -> None:
     hub.stop()
     assert _error_class(prepare(SPEC, hub)) == "NETWORK"
