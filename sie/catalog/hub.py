@@ -21,6 +21,7 @@ from sie.catalog.files import refuse
 from sie.catalog.hub_client import PAUSES_S, use_patient_clients
 from sie.catalog.hub_errors import classify, explain, shown_size
 from sie.catalog.spec import ModelSpec
+from sie.values.errors import ModelLoadFailed
 
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile
@@ -56,9 +57,11 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
         warnings.filterwarnings("ignore", module=huggingface_hub.__name__)
     shown = _Shown(on_progress, stage)
     shown.report(0.0, "asking the hub")
+    cached = ""
     try:
+        cached = find_cached(spec, allowed)
         _remove_stale_parts(spec)
-        use_patient_clients(shown.report_wait, () if find_cached(spec, allowed) else PAUSES_S)
+        use_patient_clients(shown.report_wait, () if cached else PAUSES_S)
         directory = huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
             spec.id,
             revision=spec.revision,
@@ -66,8 +69,13 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
             ignore_patterns=IGNORED,
             tqdm_class=_progress_bar(shown.report, _missing_bytes(spec, allowed)),
         )
+    except ModelLoadFailed:
+        raise
     except Exception as error:
-        raise refuse(spec.id, explain(error, spec) + directory_hint(spec.id), classify(error)) from error
+        error_class = classify(error)
+        if not cached or error_class not in ("NETWORK", "TIMEOUT"):  # the library itself knows only some of these
+            raise refuse(spec.id, explain(error, spec) + directory_hint(spec.id), error_class) from error
+        directory = cached
     _verify(spec, Path(directory), shown.report)
     return directory
 
@@ -109,7 +117,7 @@ def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
     except LocalEntryNotFoundError:
         return ""
     except HFValidationError as error:
-        raise refuse(spec.id, explain(error, spec)) from error
+        raise refuse(spec.id, explain(error, spec) + directory_hint(spec.id)) from error
 
 
 def directory_hint(model_id: str) -> str:

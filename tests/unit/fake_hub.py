@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "c0ffee" + "0" * 34
 Answer = tuple[int, dict[str, str], bytes]
-"""Status, headers and body."""
+"""Status, headers and body; with status 0 the connection is closed without an answer."""
 
 
 class FakeHub:
@@ -25,8 +25,8 @@ class FakeHub:
         """What is sent; the listing and its hashes describe `files`."""
         self.cut_once: set[str] = set()
         """Files whose first download ends in the middle."""
-        self.stalled: set[str] = set()
-        """Files whose download stops in the middle until the hub is stopped."""
+        self.stalled_once: set[str] = set()
+        """Files whose first download stops in the middle until the hub is stopped."""
         self.reset_once: set[str] = set()
         """Files whose first download ends in the middle with a reset of the connection."""
         self.silent_at: list[str] = []
@@ -91,6 +91,9 @@ class FakeHub:
             return None
         if (answer := self._replaced(path)) is not None:
             status, headers, body = answer
+            if not status:
+                handler.close_connection = True
+                return None
             return _send(handler, status, body, headers, send_body)
         if self.refusal is not None:
             return _send(handler, self.refusal[0], b"{}", {"X-Error-Code": self.refusal[1]}, send_body)
@@ -119,12 +122,13 @@ class FakeHub:
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             status, content = 206, content[start:]
-        if send_body and name in self.cut_once | self.stalled | self.reset_once:
+        if send_body and name in self.cut_once | self.stalled_once | self.reset_once:
             self.cut_once.discard(name)
             self.next_answers[name], self.busy_after_cut = self.busy_after_cut, []
             _send(handler, status, content, headers, send_body=False)
             handler.wfile.write(content[: len(content) // 2])
-            if name in self.stalled:
+            if name in self.stalled_once:
+                self.stalled_once.discard(name)
                 handler.wfile.flush()
                 self._stopped.wait(60)
             if name in self.reset_once:

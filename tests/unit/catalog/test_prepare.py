@@ -261,6 +261,14 @@ def test_cut_download_is_resumed(hub: FakeHub, prepare: Prepare) -> None:
     assert [wanted for _, _, wanted in hub.requests if wanted] == ["bytes=10485760-"]
 
 
+def test_a_download_that_stops_in_the_middle_is_resumed(hub: FakeHub, prepare: Prepare) -> None:
+    hub.stalled_once = {"model.safetensors"}
+    content = hub.files["model.safetensors"] = hub.served["model.safetensors"] = os.urandom(24 << 20)
+    directory = _directory(prepare(SPEC, hub, HF_HUB_DOWNLOAD_TIMEOUT="1"))
+    assert (directory / "model.safetensors").read_bytes() == content
+    assert [wanted for _, _, wanted in hub.requests if wanted] == ["bytes=10485760-"]
+
+
 def test_a_download_whose_connection_is_reset_is_resumed(hub: FakeHub, prepare: Prepare) -> None:
     hub.reset_once = {"model.safetensors"}
     content = hub.files["model.safetensors"] = hub.served["model.safetensors"] = os.urandom(48 << 20)
@@ -288,10 +296,13 @@ BUSY = [(status, {"Retry-After": "0"}, b"{}") for status in (429, 500, 503)]
 
 
 @pytest.mark.parametrize("part", ["/revision/", "/tree/", "/resolve/"])
-def test_a_hub_that_is_busy_is_asked_again(hub: FakeHub, prepare: Prepare, part: str) -> None:
+def test_a_hub_that_is_busy_is_asked_again(hub: FakeHub, prepare: Prepare, tmp_path: Path, part: str) -> None:
     hub.next_answers = {part: list(BUSY)}
     assert _directory(prepare(SPEC, hub)).name == COMMIT
     assert hub.next_answers == {part: []}
+    messages = [msgspec.json.decode(line, type=Message) for line in (tmp_path / "messages").read_bytes().splitlines()]
+    waits = [each.text for each in messages if isinstance(each, Report) and "asking again" in each.text]
+    assert sorted(waits) == [f"127.0.0.1 answered {status}: asking again in 0 s" for status in (429, 500, 503)]
 
 
 def test_a_download_that_is_resumed_at_a_busy_hub_keeps_its_part(hub: FakeHub, prepare: Prepare) -> None:
@@ -327,6 +338,15 @@ def test_a_model_that_is_complete_here_does_not_wait_for_a_busy_hub(hub: FakeHub
     assert len(hub.requests) == 1
 
 
+@pytest.mark.parametrize("answer", [(200, {"Content-Type": "text/html"}, b"<html>"), (503, {}, b""), (0, {}, b"")])
+def test_a_model_that_is_complete_here_starts_whatever_answers_in_the_place_of_the_hub(
+    hub: FakeHub, prepare: Prepare, answer: tuple[int, dict[str, str], bytes]
+) -> None:
+    first = prepare(SPEC, hub)
+    hub.page = answer
+    assert _directory(prepare(SPEC, hub)) == _directory(first)
+
+
 def test_wrong_bytes_are_never_served(hub: FakeHub, prepare: Prepare) -> None:
     right = hub.served["model.safetensors"]
     hub.served["model.safetensors"] = b"\0" * len(right)
@@ -360,6 +380,9 @@ def test_a_failure_of_the_hub_says_that_a_directory_has_the_same_name(
     hub.refusal = (404, "RepoNotFound")
     message = prepare(ModelSpec(id="tests/unit"), hub, HF_HUB_OFFLINE=offline)
     assert "; there is a directory here of this name: write ./tests/unit" in message.error.message  # type: ignore[union-attr]
+    message = prepare(ModelSpec(id="tests/unit/catalog"), hub, HF_HUB_OFFLINE=offline)
+    assert "'tests/unit/catalog' is not the id of a model: it is NAME or OWNER/NAME of" in message.error.message  # type: ignore[union-attr]
+    assert "; there is a directory here of this name: write ./tests/unit/catalog" in message.error.message  # type: ignore[union-attr]
     message = prepare(SPEC, hub, HF_HUB_OFFLINE=offline)
     assert "directory here" not in message.error.message  # type: ignore[union-attr]
 
@@ -455,7 +478,7 @@ def test_progress_counts_all_files_to_download_from_the_beginning(
 
 
 def test_a_download_that_is_ended_leaves_no_part_of_a_file(hub: FakeHub, tmp_path: Path) -> None:
-    hub.stalled = {"model.safetensors"}
+    hub.stalled_once = {"model.safetensors"}
     request = msgspec.json.encode(Request(spec=SPEC, cache_dir=str(tmp_path / "cache"))).decode()
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
     with subprocess.Popen(
