@@ -189,10 +189,15 @@ def test_countless_parameters_of_tensors_are_refused_before_they_are_read(monkey
 @pytest.mark.parametrize("datatype", [*TYPED, "BYTES"])
 def test_typed_elements_of_a_large_request_are_those_of_its_message(datatype: str):
     """They come packed and one by one, in two parts that are merged, and with strings of all lengths."""
-    field, values = TYPED.get(datatype, ("bytes_contents", [b"", b"ab", b"c" * 127, b"d" * 128, b"e" * 70_000]))
-    message = asking(datatype, (30_000 * len(values),), **{field: values * 10_000})
-    unpacked = b"".join(infer_protobuf.append_bytes(b"", 5, [one_by_one(field, values * 1000)]) for _ in range(2))
-    message.inputs.add().CopyFrom(asking(datatype, (1000 * len(values) * 2,)).inputs[0])
+    field, values = TYPED.get(
+        datatype, ("bytes_contents", [b"", b"ab", b"c" * 127, b"d" * 128, b"e"] * 100 + [b"f" * 70_000])
+    )
+    times = 50_000 // len(values)
+    message = asking(datatype, (1,), **{field: values * times})
+    unpacked = b"".join(
+        infer_protobuf.append_bytes(b"", 5, [one_by_one(field, values * (times // 10))]) for _ in range(2)
+    )
+    message.inputs.add().CopyFrom(asking(datatype, (len(values) * (times // 10) * 2,)).inputs[0])
     message.inputs[0].contents.MergeFrom(message.inputs[0].contents)
     message.inputs[0].shape[:] = [len(getattr(message.inputs[0].contents, field))]
     tensors = [message.inputs[0].SerializeToString(), message.inputs[1].SerializeToString() + unpacked]
@@ -202,7 +207,8 @@ def test_typed_elements_of_a_large_request_are_those_of_its_message(datatype: st
     found = infer_protobuf.decode_infer(parsed, "m/versions/3", RULE, 1 << 20).request.inputs
     pack = frame_elements if datatype == "BYTES" else lambda every: np.array(every, DATATYPES[datatype]).tobytes()
     assert [
-        bytes(tensor.data) == pack(values * times) for tensor, times in zip(found, (20_000, 2000), strict=True)
+        bytes(tensor.data) == pack(values * copies)
+        for tensor, copies in zip(found, (2 * times, times // 10 * 2), strict=True)
     ] == [True] * 2
 
 
