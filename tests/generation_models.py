@@ -185,12 +185,16 @@ class Oracle(NamedTuple):
 
 
 def generate(model: Any, prompt: Sequence[int], num_tokens: int, *, without: Sequence[int] = ()) -> Oracle:
-    """Run the library's own greedy generation of a prompt by itself, without some tokens."""
+    """Run the library's own greedy generation of a prompt by itself, without some tokens.
+
+    Phi's keys and values are computed anew where its factors change, which transformers 5.17 does wrong. So they are not
+    kept at all.
+    """
     found = model.generate(
         torch.tensor([[int(token) for token in prompt]]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         generation_config=transformers.GenerationConfig(
-            do_sample=False, max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0,
+            do_sample=False, use_cache=not model.config.model_type.startswith("phi"), max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0,
             suppress_tokens=list(without) or None, output_scores=True, return_dict_in_generate=True,
         ),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from transformers import BertModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import BertModel, NemotronConfig, NemotronForCausalLM
 
 HIDDEN, LAYERS, HEADS, FEED_FORWARD, CONTEXT = 32, 2, 2, 64, 128
 BOS, EOS = 256, 257
@@ -54,18 +54,18 @@ def write_tiny_llama(path: Path, *, chat_template: str = "", **extra: Any) -> Pa
     return path
 
 
-def write_tiny_qwen2(path: Path) -> Path:
-    """Write a Qwen 2, an architecture that transformers' own table has."""
-    config = Qwen2Config(
+def write_tiny_nemotron(path: Path, **extra: Any) -> Path:
+    """Write a Nemotron, an architecture that transformers' own table has; extra are further metadata."""
+    config = NemotronConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=FEED_FORWARD, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=1, max_position_embeddings=CONTEXT,
     )  # fmt: skip
     metadata = {
         "context_length": CONTEXT, "embedding_length": HIDDEN, "block_count": LAYERS,
         "feed_forward_length": FEED_FORWARD, "attention.head_count": HEADS, "attention.head_count_kv": 1,
-        "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10_000.0,
+        "attention.layer_norm_epsilon": 1e-5, "rope.freq_base": 10_000.0, **extra,
     }  # fmt: skip
-    return write_converted(path, "qwen2", Qwen2ForCausalLM(config), metadata)
+    return write_converted(path, "nemotron", NemotronForCausalLM(config), metadata)
 
 
 def write_converted(
@@ -112,6 +112,20 @@ def write_converted(
         writer.add_tensor(f"{names.get_name(base)}.{end}", gguf.quantize(values, own), raw_dtype=own)
     _write(writer)
     return path
+
+
+def apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a model's weights as the converter reads them: gates of experts apart, and a shared one's gate as a vector."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, values in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
+                found[name.replace("gate_up", part) + ".weight"] = values
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = weight
+        else:
+            found[name] = weight[0] if name.endswith("shared_expert_gate.weight") else weight
+    return found
 
 
 def write_bert(path: Path, directory: Path, *, pooling: int, kind: Any = gguf.GGMLQuantizationType.F32) -> Path:

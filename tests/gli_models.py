@@ -42,6 +42,7 @@ GLINER_VARIANTS: dict[str, dict[str, Any]] = {
     "bi-encoder": {"labels_encoder": True},
     "bi-encoder token": {"labels_encoder": True, "span_mode": "token_level"},
     "relations": {"relations_layer": "dot"},
+    "relations mlp": {"relations_layer": "mlp"},
     "relations token": {"relations_layer": "dot", "span_mode": "token_level"},
 }
 
@@ -90,6 +91,8 @@ def save_gliner(
             }
         )
         _spread(model.model)
+        if choices.get("relations_layer") == "mlp":  # of two entities it says that they are no pair, with 0.44 to 0.48
+            model.model.relations_rep_layer.relation_rep_layer.mlp[-1].bias.data -= 0.4
         model.save_pretrained(directory, safe_serialization=True)
     return directory
 

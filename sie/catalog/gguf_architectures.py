@@ -48,12 +48,12 @@ _POST_NORMS: Final[Names] = {
 }
 _HEAD_NORMS: Final[Names] = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _LLAMA: Final[Names] = {**_ATTENTION, **_GATED, **_NORMS}
-_GEMMA3: Final[Names] = {
+_GEMMA2: Final[Names] = {
     **_RMS,
     "attention.key_length": ("head_dim", "query_pre_attn_scalar"),
     "attention.sliding_window": "sliding_window",
-    "rope.freq_base_swa": "rope_local_base_freq",
 }
+_GEMMA3: Final[Names] = {**_GEMMA2, "rope.freq_base_swa": "rope_local_base_freq"}
 _GEMMA3_LAYERS: Final[Names] = {
     **_ATTENTION, **_GATED, **_HEAD_NORMS, **_POST_NORMS,
     "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm",
@@ -81,6 +81,15 @@ _EXPERTS: Final[Names] = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_ROUTED: Final[Names] = {
+    name: _EXPERTS[name] for name in ("ffn_gate_inp", "ffn_gate_up_exps.weight", "ffn_down_exps.weight")
+}
+_JOINED_EXPERTS: Final = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+_EXPERT_SIZES: Final[Names] = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 _DENSE: Final[Names] = {"dense_2": (), "dense_3": ()}
 """Layers behind the pooling. Their names are known, but they belong to no weight of the transformer."""
@@ -111,20 +120,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Whether only a part of a head's values may be rotated; `rope.dimension_count` has its size."""
     full_every: int = 0
     """With sliding windows, each layer of this number attends to all positions, unless the metadata list the layers."""
-    scalings: tuple[Literal["llama3", "linear", "yarn"], ...] = ()
-    """The kinds of scaled rotary positions that are computed. Llama 3's is in a tensor, others are in the metadata."""
+    scalings: tuple[Literal["llama3", "linear", "yarn", "longrope"], ...] = ()
+    """The kinds of scaled rotary positions that are computed. Llama 3's and longrope's are in tensors, others are in the
+    metadata."""
     has_temperature: bool = False
     """Whether queries grow with their position, by `attention.temperature_scale`."""
     first_position: int = 0
     """Number of the first position; a file has no rows for those before it."""
     wide_at: int = 0
     """Models with this many layers scale scores by the model's width over its heads, and all others by the width of a head."""
-    library_key: str = ""
-    """Metadata that tell another architecture of the same name: transformers reads such files by its own table."""
     refused: tuple[str, ...] = ()
     """Metadata that change the numbers, and are not computed."""
     joined: dict[str, tuple[str, str]] = {}
     """Tensors of a layer that a file may have in two parts, by the tensor that they make along its second dimension."""
+    rows_of_one: tuple[str, ...] = ()
+    """Tensors of a layer that a file has as a vector, and the model as a matrix of one row."""
     switches: Names = {}
     """Keys of the configuration that are true or false, by the metadata that give them. They are false by default."""
     has_latents: bool = False
@@ -199,7 +209,6 @@ ROWS: Final = {
         model_type="llama", config=_WIDE, layers=_LLAMA, converted="permuted",
         present={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"},
         scalings=("llama3", "linear", "yarn"),
-        library_key="expert_count",  # Mixtral
     ),
     "mistral3": Row(
         model_type="ministral3", config=_WIDE, layers=_LLAMA, converted="permuted", scalings=("yarn",), has_temperature=True,
@@ -272,7 +281,7 @@ ROWS: Final = {
         values={
             "q_lora_rank": None, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
         },
-        joined={"attn_kv_b": ("attn_k_b", "attn_v_b"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")},
+        joined={"attn_kv_b": ("attn_k_b", "attn_v_b"), **_JOINED_EXPERTS},
         has_latents=True,
         scalings=("yarn",),
         refused=(
@@ -281,9 +290,64 @@ ROWS: Final = {
             "nextn_predict_layers",
         ),
     ),
+    "qwen2": Row(
+        model_type="qwen2", config=_RMS, layers=_LLAMA, scalings=("linear", "yarn"),
+    ),
+    "qwen2moe": Row(
+        model_type="qwen2_moe",
+        config={**_RMS, **_EXPERT_SIZES, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        layers={
+            **_ATTENTION, **_NORMS, **_ROUTED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+        joined=_JOINED_EXPERTS,
+        rows_of_one=("ffn_gate_inp_shexp.weight",),
+        scalings=("linear", "yarn"),
+    ),
     "qwen3": Row(
         model_type="qwen3", config=_WIDE, layers={**_LLAMA, **_HEAD_NORMS},
         present={"attention_bias": "blk.0.attn_q.bias"}, scalings=("linear", "yarn"),
+    ),
+    "qwen3moe": Row(
+        model_type="qwen3_moe", config={**_WIDE, **_EXPERT_SIZES},
+        layers={**_ATTENTION, **_HEAD_NORMS, **_NORMS, **_ROUTED},
+        values={"norm_topk_prob": True},
+        present={"attention_bias": "blk.0.attn_q.bias"},
+        joined=_JOINED_EXPERTS,
+        scalings=("linear", "yarn"),
+    ),
+    "gemma2": Row(
+        model_type="gemma2",
+        config={
+            **_GEMMA2,
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        layers={**_ATTENTION, **_GATED, **_POST_NORMS, "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"},
+        converted="norms",
+        values={"sliding_window": 4096},
+        full_every=2,
+        wide_at=46,  # 27B; source: llama.cpp, src/models/gemma2.cpp, `f_attention_scale`
+    ),
+    "phi3": Row(
+        model_type="phi3", config={**_RMS, "attention.sliding_window": "sliding_window"},
+        layers={
+            **_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        is_partial=True,
+        scalings=("longrope",),
+    ),
+    "starcoder2": Row(
+        model_type="starcoder2", config={**_CAUSAL, "attention.layer_norm_epsilon": "norm_epsilon"},
+        layers={**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    ),
+    "stablelm": Row(
+        model_type="stablelm", config={**_CAUSAL, "attention.layer_norm_epsilon": "layer_norm_eps"}, layers=_LLAMA,
+        present={"use_qkv_bias": "blk.0.attn_q.bias"},
+        switches={"use_parallel_residual": "use_parallel_residual"},
+        is_partial=True,
     ),
 }  # fmt: skip
 """The rows by the name of the architecture, `general.architecture`."""
@@ -301,6 +365,15 @@ DEEPSEEK_V3: Final = msgspec.structs.replace(
     refused=ROWS["deepseek2"].refused[1:],
 )
 """A file says that it is `deepseek2`, as DeepSeek V2's do; only how experts are chosen tells."""
+MIXTRAL: Final = msgspec.structs.replace(
+    ROWS["llama"],
+    model_type="mixtral",
+    config={**ROWS["llama"].config, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    layers={**_ATTENTION, **_NORMS, **_ROUTED},
+    present={},
+    joined=_JOINED_EXPERTS,
+)
+"""A file says that it is `llama`; only its experts tell."""
 _SIGMOID: Final = 2
 """Source: gguf's `ExpertGatingFuncType`. Files of DeepSeek V2 lack it, or have that of softmax, 1."""
 
@@ -312,13 +385,16 @@ def find_row(fields: Mapping[str, Any]) -> Row | None:
         return XLM_ROBERTA
     if name == "deepseek2" and fields.get("deepseek2.expert_gating_func") == _SIGMOID:
         return DEEPSEEK_V3
-    row = ROWS.get(name)
-    return None if row is not None and row.library_key and fields.get(f"{name}.{row.library_key}") else row
+    if name == "llama" and fields.get("llama.expert_count"):
+        return MIXTRAL
+    return ROWS.get(name)
 
 
 def weight_rules(row: Row) -> tuple[tuple[str, ...], ...]:
     """Return the rules that rename a row's tensors, as in `ModelCard.weight_names`."""
     scaled: Names = {"rope_freqs": ()} if "llama3" in row.scalings else {}
+    if "longrope" in row.scalings:
+        scaled = {"rope_factors_long": (), "rope_factors_short": ()}
     rules = [_rule("^", name, "", names) for name, names in (*row.tables.items(), *scaled.items())]
     return tuple(
         rules + [_rule(r"^blk\.(\d+)\.", name, rf"{row.prefix}\1.", names) for name, names in row.layers.items()]

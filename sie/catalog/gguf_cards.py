@@ -15,10 +15,10 @@ import msgspec
 from sie.catalog.files import refuse
 from sie.catalog.generation import kv_token_bytes, make_rule
 from sie.catalog.gguf_architectures import Row, weight_rules
+from sie.catalog.gguf_bpe import convert_bpe
 from sie.catalog.gguf_config import read_config
 from sie.catalog.gguf_contents import GgufContents
-from sie.catalog.gguf_gemma import convert_gemma
-from sie.catalog.gguf_tokenizer import convert_pieces, convert_with_library, convert_word_pieces
+from sie.catalog.gguf_tokenizer import convert_pieces, convert_word_pieces
 from sie.catalog.tokenizer import keep_bytes, keep_tokenizer
 from sie.values.card import ModelCard, PipelineStep
 from sie.values.generate import GenerateRule
@@ -30,8 +30,6 @@ _ENDS: Final = ("eos", "eot", "eom")
 _POOLINGS: Final = {1: "mean", 2: "cls", 3: "lasttoken"}
 """Source: llama.cpp, include/llama.h, `llama_pooling_type`. 0 is none, and 4 is the score of a pair."""
 _RANK: Final = 4
-_GEMMA: Final = ("gemma", "gemma3_text")
-"""The models whose SentencePiece vocabulary is Gemma's."""
 _DENSE: Final = ("dense_2.weight", "dense_3.weight")
 
 
@@ -128,22 +126,19 @@ def _digest(data: bytes) -> str:
 
 def _convert_tokenizer(file: GgufContents, row: Row, num_rows: int) -> str:
     kind = file.fields.get("tokenizer.ggml.model")
-    tokens, types = file.vocabulary("tokens"), file.vocabulary("token_type")
+    tokens = file.texts("tokens")
     if not tokens:
         raise refuse(file.model_id, "its GGUF metadata have no tokenizer.ggml.tokens")
     if len(tokens) > num_rows:
         reason = f"tokenizer.ggml.tokens has {len(tokens)} tokens, and 'token_embd.weight' {num_rows} rows"
         raise refuse(file.model_id, f"its GGUF metadata do not fit its tensors: {reason}")
-    texts = [bytes(token).decode("utf-8", "replace") for token in tokens]
     if kind == "bert":
-        return convert_word_pieces(file.model_id, file.fields, texts, [int(number[0]) for number in types])
+        return convert_word_pieces(file.model_id, file.fields, tokens, file.token_types())
     if row.first_position:
-        return convert_pieces(file, texts)
-    if kind == "llama" and row.model_type in _GEMMA and "tokenizer.ggml.merges" not in file.reader.fields:
-        return convert_gemma(file.model_id, file.fields, texts, [int(number[0]) for number in types])
+        return convert_pieces(file, tokens)
     if "position_embd" in row.tables:  # RoBERTa, too, counts its positions from another number
         raise refuse(
             file.model_id,
             f"its GGUF metadata set tokenizer.ggml.model to {kind!r}; models of its architecture need 'bert'",
         )
-    return convert_with_library(file.model_id, file.path, file.fields, row.model_type)
+    return convert_bpe(file, row.model_type)

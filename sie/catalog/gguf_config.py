@@ -18,6 +18,7 @@ _MOST: Final = 1 << 24
 _NEEDED: Final = (
     "context_length", "block_count", "feed_forward_length", "embedding_length", "attention.head_count",
     "attention.kv_lora_rank", "expert_count", "expert_used_count", "expert_shared_count", "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
 )  # fmt: skip
 """Metadata that a file must have, where its architecture's row has them."""
 _POSITIVE: Final = (
@@ -26,6 +27,7 @@ _POSITIVE: Final = (
 )  # fmt: skip
 _TOKENS: Final = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 _FACTORS: Final = "rope_freqs.weight"
+_LONG_FACTORS: Final = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 _LLAMA3_LOW: Final = 1.0
 _LLAMA3_HIGH: Final = 4.0
 _LLAMA3_CONTEXT: Final = 8192
@@ -45,8 +47,10 @@ def read_config(file: GgufContents, row: Row) -> dict[str, Any]:
     config |= _token_ids(file, config["vocab_size"])
     if row.first_position:  # the library counts positions from the padding's number
         config["pad_token_id"] = row.first_position - 1
-    if "attention.sliding_window" in row.config:
+    if row.full_every:
         config["layer_types"] = _layer_types(reader, row, config)
+    if config.get("sliding_window") == 0:
+        config["sliding_window"] = None
     if row.has_latents:
         config |= {**_latent_widths(reader, config), **_expert_choice(reader, config)}
     else:
@@ -56,6 +60,8 @@ def read_config(file: GgufContents, row: Row) -> dict[str, Any]:
     if config["num_hidden_layers"] == row.wide_at:
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
     scaling = _scaling(reader, row, config)
+    if scaling.get("rope_type") == "longrope":  # Phi-3's class has the number here
+        config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     if scaling and "rope.freq_base_swa" in row.config:  # layers with a window keep their positions
         return {**config, "rope_scaling": scaling}
     return {**config, "rope_parameters": {"rope_theta": config.pop("rope_theta"), **scaling}} if scaling else config
@@ -209,7 +215,7 @@ def _layer_types(reader: _Fields, row: Row, config: dict[str, Any]) -> list[str]
     listed = reader.find("attention.sliding_window_pattern")
     if isinstance(listed, list) and len(listed) != count:
         raise reader.refuse("attention.sliding_window_pattern", f"does not have a value for each of {count} layers")
-    if not reader.find("attention.sliding_window"):
+    if not reader.find("attention.sliding_window") and not row.values.get("sliding_window"):
         slides = [False] * count
     elif isinstance(listed, list):
         slides = [bool(value) for value in listed]
@@ -229,6 +235,8 @@ def _scaling(reader: _Fields, row: Row, config: dict[str, Any]) -> dict[str, Any
     scaling = _temperature(reader, config) if row.has_temperature else {}
     if _FACTORS in reader.file.shapes:
         return {**_llama3_scaling(reader, config), **scaling}
+    if "longrope" in row.scalings:
+        return _longrope(reader, config)
     if kind == "none":
         return {"rope_type": "default", **scaling} if scaling else {}
     scaling |= {"rope_type": kind, "factor": reader.needed("rope.scaling.factor")}
@@ -246,6 +254,26 @@ def _scaling(reader: _Fields, row: Row, config: dict[str, Any]) -> dict[str, Any
         "original_max_position_embeddings": _original_context(reader, config),
         **scaling,
     }
+
+
+def _longrope(reader: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the scaling with factors for short and for long sequences; empty for a file without them.
+
+    Source: llama.cpp, conversion/phi.py.
+    """
+    shapes = reader.file.shapes
+    if not any(tensor in shapes for tensor in _LONG_FACTORS.values()):
+        return {}
+    for tensor in _LONG_FACTORS.values():
+        if tensor not in shapes:
+            raise refuse(reader.file.model_id, f"its tensor {tensor!r} is missing")
+    factors = {key: reader.file.read_tensor(tensor).tolist() for key, tensor in _LONG_FACTORS.items()}
+    own = reader.number("rope.scaling.attn_factor")
+    original = _original_context(reader, config)
+    return {
+        "rope_type": "longrope", "original_max_position_embeddings": original, **factors,
+        "factor": config["max_position_embeddings"] / original, **({"attention_factor": own} if own else {}),
+    }  # fmt: skip
 
 
 def _temperature(reader: _Fields, config: dict[str, Any]) -> dict[str, Any]:

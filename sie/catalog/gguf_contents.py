@@ -44,3 +44,11 @@ class GgufContents(msgspec.Struct, frozen=True, kw_only=True):
         """Return the values of a list of the vocabulary: bytes, or arrays of one number; empty if there is none."""
         field = self.reader.fields.get(f"tokenizer.ggml.{name}")
         return [] if field is None else [field.parts[place] for place in field.data]
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts of the vocabulary, such as its tokens; empty if there is none."""
+        return [bytes(text).decode("utf-8", "replace") for text in self.vocabulary(name)]
+
+    def token_types(self) -> list[int]:
+        """Return the type of each token, as in gguf's `TokenType`; empty in an older file."""
+        return [int(number[0]) for number in self.vocabulary("token_type")]

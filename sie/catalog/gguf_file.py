@@ -18,9 +18,9 @@ import msgspec
 
 from sie.catalog.files import refuse, refuse_unreadable
 from sie.catalog.gguf_architectures import find_row
+from sie.catalog.gguf_bpe import convert_bpe
 from sie.catalog.gguf_cards import FOLDER, SPECIALS, read_row_card, read_rule
 from sie.catalog.gguf_contents import GgufContents
-from sie.catalog.gguf_tokenizer import digits_apart, splits_digits
 from sie.catalog.tokenizer import keep_text, keep_tokenizer
 from sie.catalog.unserved import check_layers
 from sie.values.card import ModelCard
@@ -30,6 +30,10 @@ _MOST_VALUES: Final = 1024
 """Longest array that is read; longer ones belong to the vocabulary."""
 _UNSERVED: Final = ("t5", "t5encoder")
 """Encoder-decoders: transformers reads them from GGUF files, but this server runs them from safetensors only."""
+_SCALED: Final = ("gpt-oss",)
+"""Architectures whose scaled positions transformers reads; it ignores those of others."""
+_TOKENIZERS: Final = "2 "
+"""The number of the way in which tokenizers are made: a cache may have those of an earlier way."""
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +82,7 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str, pooling: str | None
         )
     check_layers(model_id, {name: value for name, value in fields.items() if name.endswith(".block_count")})
     row = find_row(fields)
-    rules = ("digits " if splits_digits(fields) else "") + (msgspec.json.encode(row).decode() if row else "")
+    rules = _TOKENIZERS + (msgspec.json.encode(row).decode() if row else "")
     fingerprint = _fingerprint(path, int(reader.data_offset), rules)
     file = GgufContents(model_id=model_id, path=path, fields=fields, reader=reader, fingerprint=fingerprint)
     card = _read_library_card(file, cache_dir) if row is None else read_row_card(file, row, cache_dir, pooling)
@@ -86,9 +90,13 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str, pooling: str | None
 
 
 def _read_library_card(file: GgufContents, cache_dir: str) -> ModelCard:
-    """Return the card of a file of transformers' own architectures."""
+    """Return the card of a file of transformers' own architectures. Raises ModelLoadFailed."""
+    name = f"{file.architecture}.rope.scaling.type"
+    kind = file.fields.get(name, "none")
+    if kind != "none" and file.architecture not in _SCALED:
+        raise refuse(file.model_id, f"its GGUF metadata set {name} to {kind!r}, which is not computed")
     config = _read_config(file.model_id, file.path, Path(cache_dir, FOLDER, f"{file.fingerprint}.json"))
-    tokenizer_file = keep_tokenizer(file.model_id, cache_dir, file.fingerprint, lambda: _convert_tokenizer(file))
+    tokenizer_file = keep_tokenizer(file.model_id, cache_dir, file.fingerprint, lambda: convert_bpe(file))
     rule = read_rule(file, config.context_length, config.values)
     return ModelCard(
         id=file.model_id,
@@ -169,22 +177,3 @@ def _fingerprint(path: str, header_bytes: int, rules: str) -> str:
     with Path(path).open("rb") as file:
         digest.update(file.read(header_bytes))
     return digest.hexdigest()
-
-
-def _convert_tokenizer(file: GgufContents) -> str:
-    """Return the text of the `tokenizer.json` made from a file's metadata, which the reader has read."""
-    from transformers import AutoTokenizer
-
-    from sie.catalog.gguf_reader import WeightsReader, reading_with, takes_vocabularies
-
-    load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    path = Path(file.path)
-    try:
-        # Its newer versions read the vocabulary themselves, and would only copy ours.
-        with reading_with((lambda *_arguments, **_options: file.reader) if takes_vocabularies() else WeightsReader):
-            tokenizer = load(str(path.parent), gguf_file=path.name, local_files_only=True)
-    except Exception as error:  # each family fails in its own way
-        raise refuse(file.model_id, f"its GGUF tokenizer cannot be converted: {error}") from error
-    if splits_digits(file.fields):
-        tokenizer.backend_tokenizer.pre_tokenizer = digits_apart()
-    return tokenizer.backend_tokenizer.to_str()

@@ -176,11 +176,6 @@ def reading_with(open_file: Callable[..., gguf.GGUFReader]) -> Iterator[None]:
                 setattr(owner, name, original)
 
 
-def takes_vocabularies() -> bool:
-    """Tell whether transformers takes the vocabularies of some architectures from the reader that it is given."""
-    return hasattr(import_module("transformers.integrations.gguf"), "GGUF_TOKENIZER_ARCHS")
-
-
 def _mapped(path: str) -> NDArray[Any]:
     """Return a file's bytes, mapped. A plain view: numpy's own class for mapped files makes each slice ten times as slow."""
     return np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)

@@ -23,6 +23,7 @@ from sie_sdk.client.errors import InputTooLongError
 
 from sie.proto import message_class
 from tests.process.harness import WAIT_S, Server, eventually, free_port, start_server
+from tests.process.test_bad_input import cpu_s
 from tests.process.wire import MSGPACK, Client, Response, post_json, raw_request, send_raw, total, wait_no_extents
 from tests.tiny_models import WORDS, save_classifier, save_cross_encoder, save_poisoned
 
@@ -102,6 +103,25 @@ def test_score_names_the_items_whose_pairs_were_cut(server: Server, is_msgpack: 
     response, answer = ask(server, "/v1/score/ce", body, is_msgpack=is_msgpack)
     assert len(cut(answer["scores"])) == 3, "the query leaves no pair whole"
     assert response.headers[HEADER] == "0,1,2"
+
+
+@pytest.mark.parametrize(("path", "field"), [
+    ("/v2/rerank", "max_tokens_per_doc"), ("/v1/rerank", "max_doc_length"), ("/score", "max_tokens_per_doc"),
+])  # fmt: skip
+def test_only_the_beginning_of_a_cut_document_is_read(server: Server, path: str, field: str) -> None:
+    """Twelve documents of 2 MB held the frontend's interpreter lock until it was killed as hung."""
+    frontends, head = server.frontends(), "w1 w2 w3 w4"
+    fields = {"text_1": "w1", "text_2": ...} if path == "/score" else {"query": "w1", "documents": ...}
+    before_s = cpu_s(server)
+    found, expected = (
+        ask(server, path, {key: [text] * 12 if value is ... else value for key, value in fields.items()}
+            | {"model": "ce", field: 4})[1]
+        for text in (f"{head} " * 160_000, head)
+    )  # fmt: skip
+    name = "data" if path == "/score" else "results"
+    assert found[name] == expected[name]
+    assert server.frontends() == frontends
+    assert cpu_s(server) - before_s < 2.0
 
 
 def test_rerank_and_embeddings_say_it_in_their_own_forms(server: Server) -> None:

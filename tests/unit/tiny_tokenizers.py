@@ -1,10 +1,15 @@
-"""Small tokenizers of the kinds that models which generate have, made here."""
+"""Small tokenizers of the kinds that models which generate have, made here; and one that counts what is read."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+import pytest
+from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from sie.frontend.inputs import tokenize
 
 CORPUS = (
     "The quick brown fox jumps over the lazy dog, and then some more of it.",
@@ -83,3 +88,51 @@ def word_piece() -> Tokenizer:
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", *SPECIAL], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
+
+
+@functools.cache
+def unigram() -> Tokenizer:
+    """Return one that takes the likeliest pieces of each word, as those of XLM-RoBERTa and T5 do."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, unk_token="<unk>", special_tokens=["<unk>", *SPECIAL], show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+class Counting:
+    """A library's tokenizer, with the same methods, that counts the characters of the texts that it reads."""
+
+    def __init__(self, library: Tokenizer) -> None:
+        self._library = library
+        self.num_chars = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def encode(self, text: str, **options: Any) -> Encoding:
+        self._count([text])
+        return self._library.encode(text, **options)
+
+    def encode_batch(self, texts: Sequence[Any], **options: Any) -> list[Encoding]:
+        self._count(texts)
+        return self._library.encode_batch(texts, **options)
+
+    def encode_batch_fast(self, texts: Sequence[Any], **options: Any) -> list[Encoding]:
+        self._count(texts)
+        return self._library.encode_batch_fast(texts, **options)
+
+    def _count(self, texts: Sequence[Any]) -> None:
+        self.num_chars += sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch, tokenizer: tokenize.Tokenizer) -> Counting:
+    """Have a model's tokenizer count, until the test ends, what it reads."""
+    counting = Counting(tokenizer.backend)
+    document: Any = tokenizer._document
+    monkeypatch.setattr(tokenizer, "_document", document._replace(tokenizer=counting))
+    return counting

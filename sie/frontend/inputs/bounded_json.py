@@ -19,6 +19,7 @@ which other threads run: decode large bodies off the event loop.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -37,6 +38,9 @@ MAX_VALUES = 1_000_000
 MAX_FREE_FORM_BYTES = 64 * 1024
 """Most bytes of a field without a fixed type (`options`) that is decoded to Python objects."""
 
+_TRUNCATED = "Input data was truncated"
+_ESCAPE_BYTES = 6
+_SURROGATE_AT_END = re.compile(rb"\\u[dD][89abAB]")
 _SCAN_BYTES = 1 << 20
 _ALL_BYTES = bytes(range(256))
 _NOT_BRACKETS_OR_QUOTE = bytes(set(_ALL_BYTES) - set(b'"[]{}'))
@@ -120,11 +124,25 @@ def decode_typed(decoder: Decoder[_T], body: bytes) -> _T:
     try:
         return decode_json(decoder, body) if is_json else decode_msgpack(decoder, body)
     except msgspec.DecodeError as exc:
-        raise BadRequest(with_choices(exc, decoder.type)) from None
+        fault = _surrogate_fault(decoder, body) if str(exc) == _TRUNCATED and is_json else None
+        raise BadRequest(with_choices(fault or exc, decoder.type)) from None
     except UnicodeDecodeError:
         raise BadRequest("Invalid UTF-8 in a string") from None
     except RecursionError:  # a RuntimeError: a handler for DecodeError alone would make it a 500
         raise BadRequest("The body is nested too deep") from None
+
+
+def _surrogate_fault(decoder: Decoder[Any], body: bytes) -> msgspec.DecodeError | None:
+    """Return the fault of a body that ends behind a lone surrogate, None for any other body.
+
+    msgspec takes such a body as truncated, because the bytes of a second surrogate do not fit in it.
+    """
+    if _SURROGATE_AT_END.search(body, max(0, len(body) - 2 * _ESCAPE_BYTES)):
+        try:
+            decoder.decode(body + b" " * _ESCAPE_BYTES)
+        except msgspec.DecodeError as error:
+            return error if "surrogate" in str(error) else None
+    return None
 
 
 def decode_free_form(raw: msgspec.Raw, *, msgpack: bool, path: str, max_depth: int) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def list_arrays(
     query, documents, instruction = apply_pair_prompt(card, query, documents, options, instruction)
     most = form.max_document_tokens if limit is None else min(limit, form.max_document_tokens)
     try:
-        asked, is_cut = _cut(tokenizer, form, query, form.max_query_tokens)
-        found = [_cut(tokenizer, form, document, most) for document in documents]
+        [(asked, is_cut)] = _cut(tokenizer, form, [query], form.max_query_tokens)
+        found = _cut(tokenizer, form, documents, most)
     except (TypeError, UnicodeEncodeError) as error:
         raise unicode_error([query, *documents], error) from None
     cuts |= {index: most for index, (_, shorter) in enumerate(found) if shorter or is_cut}
@@ -63,12 +63,11 @@ def list_arrays(
     ]
 
 
-def _cut(tokenizer: Tokenizer, form: Listwise, text: str, max_tokens: int) -> tuple[str, bool]:
-    """Return a text without marks of its own, up to the end of its token number max_tokens, and whether it was longer."""
-    for mark in (form.after_document, form.after_query):
-        text = text.replace(mark, "")
-    end = tokenizer.end_of(text, max_tokens)
-    return text[:end], end < len(text)
+def _cut(tokenizer: Tokenizer, form: Listwise, texts: Sequence[str], max_tokens: int) -> list[tuple[str, bool]]:
+    """Return each text without marks of its own, up to its token number max_tokens, and whether it was longer."""
+    texts = [text.replace(form.after_document, "").replace(form.after_query, "") for text in texts]
+    ends = tokenizer.ends_of(texts, max_tokens)
+    return [(text[:end], end < len(text)) for text, end in zip(texts, ends, strict=True)]
 
 
 def _prompt(query: str, documents: Sequence[str], instruction: str | None) -> str:

@@ -57,8 +57,8 @@ def cut_pairs(
     """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
 
     If both texts of a pair are cut and the room is odd, the text that was longer when whole keeps one token more. lengths
-    knows the whole lengths of texts that are given here only in part. Texts lose tokens on the given side. cuts gets the documents whose pairs were cut. Raises
-    the library's TypeError for a text that is not valid Unicode.
+    knows the whole lengths of texts that are given here only in part. Texts lose tokens on the given side. cuts gets the
+    documents whose pairs were cut. Raises the library's TypeError for a text that is not valid Unicode.
     """
     lengths = lengths or Lengths(tokenizer, [query, *documents])
     room = limit - tokenizer.num_special_tokens_to_add(True)
@@ -66,7 +66,7 @@ def cut_pairs(
     whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)
     query_tokens = _count_whole(whole_query)
     for index, document in enumerate(encoded):
-        head = tokenizers.Encoding.merge([whole_query], growing_offsets=False)  # a copy: `truncate` is in place
+        head = tokenizers.Encoding.merge([whole_query], growing_offsets=False)  # a copy: it is cut in place
         document_tokens = _count_whole(document)
         shorter, longer = sorted((query_tokens, document_tokens))
         if shorter + longer > room:
@@ -78,10 +78,20 @@ def cut_pairs(
             if shorter < longer:
                 wholes = lengths.of(0, query, query_tokens), lengths.of(index + 1, documents[index], document_tokens)
                 is_head_longer = wholes[0] > wholes[1]
-        head.truncate(longer if is_head_longer else shorter, direction=side)
-        document.truncate(shorter if is_head_longer else longer, direction=side)
+        cut_tokens(head, longer if is_head_longer else shorter, side)
+        cut_tokens(document, shorter if is_head_longer else longer, side)
         pairs.append(tokenizer.post_process(head, document))
     return pairs
+
+
+def cut_tokens(encoding: tokenizers.Encoding, num_tokens: int, side: Side) -> None:
+    """Cut a text's tokens on a side, in place, to be joined with another text's by `post_process`.
+
+    The library keeps all that it cuts off in pieces of num_tokens, and joins each with each piece of the other text.
+    Only one token is cut off in the second call, and the pieces of the first are dropped.
+    """
+    encoding.truncate(num_tokens + 1, direction=side)
+    encoding.truncate(num_tokens, direction=side)
 
 
 def _count_whole(encoding: tokenizers.Encoding) -> int:

@@ -50,7 +50,7 @@ def cut_documents(tokenizer: Tokenizer | None, documents: Sequence[str], max_tok
             most = max_tokens * BYTES_PER_TOKEN
             ends = [len(document.encode()[:most].decode(errors="ignore")) for document in documents]
         else:
-            ends = [tokenizer.end_of(document, max_tokens) for document in documents]
+            ends = tokenizer.ends_of(documents, max_tokens)
     except (TypeError, UnicodeEncodeError) as error:
         raise unicode_error(documents, error) from None
     return [document[:end] for document, end in zip(documents, ends, strict=True)]

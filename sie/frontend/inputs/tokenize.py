@@ -264,14 +264,21 @@ class Tokenizer:
             raise unicode_error(texts, exc) from None
         return rows
 
-    def end_of(self, text: str, max_tokens: int) -> int:
-        """Return the end of a text's token number max_tokens, special ones left out, or that of a shorter text.
+    def shorten(self, texts: Sequence[str], max_tokens: int | None, *, side: Side) -> Sequence[str]:
+        """Return the texts, long ones cut on a side to more than max_tokens tokens. Errors as `text_bounds.shorten`."""
+        return shorten(self.card.id, self.backend, texts, max_tokens, self.max_chars, side=side)
+
+    def ends_of(self, texts: Sequence[str], max_tokens: int) -> list[int]:
+        """Return the end of each text's token number max_tokens, special ones left out, or that of a shorter text.
 
         Raises TypeError, the library's, for a text that is not valid Unicode.
         """
-        encoding = self._document.tokenizer.encode(text, add_special_tokens=False)
-        offsets = [*encoding.offsets, *chain.from_iterable(part.offsets for part in encoding.overflowing)]
-        return len(text) if len(offsets) <= max_tokens else offsets[max_tokens - 1][1]
+        ends: list[int] = []
+        for part in groups(self.shorten(texts, max_tokens, side="right")):
+            for encoding in self.backend.encode_batch(part, add_special_tokens=False):
+                end = _end_of(encoding, max_tokens, self._document.side)
+                ends.append(len(texts[len(ends)]) if end is None else end)
+        return ends
 
     def check_token_ids(
         self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None, cuts: Cuts | None = None
@@ -331,6 +338,19 @@ def _note_cuts(encodings: Sequence[tokenizers.Encoding], limit: int, cuts: Cuts)
     for index, encoding in enumerate(encodings):
         if len(encoding) >= limit and encoding.overflowing:
             cuts[index] = limit
+
+
+def _end_of(encoding: tokenizers.Encoding, max_tokens: int, side: Side) -> int | None:
+    """Return the end of token number max_tokens of a text; None if no token follows it. side is where it was cut."""
+    pieces = [encoding, *encoding.overflowing]
+    rest = max_tokens
+    for place, piece in enumerate(pieces if side == "right" else reversed(pieces), 1):
+        if rest < len(piece) or (rest == len(piece) and place < len(pieces)):
+            span = piece.token_to_chars(rest - 1)
+            assert span is not None, "no token of a text is added by the tokenizer"
+            return span[1]
+        rest -= len(piece)
+    return None
 
 
 def _encode_short(

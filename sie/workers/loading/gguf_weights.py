@@ -97,6 +97,8 @@ def _row(reader: WeightsReader) -> Row:
 
 def _shape(tensor: Any, row: Row) -> tuple[int, ...]:
     rows, *widths = map(int, reversed(tensor.shape))
+    if not widths and tensor.name.endswith(row.rows_of_one):
+        return (1, rows)
     return (rows + row.first_position if tensor.name == _POSITIONS else rows, *widths)
 
 
@@ -104,6 +106,8 @@ def _read(tensor: Any, row: Row, heads: dict[str, int], dtype: torch.dtype) -> T
     values = _dequantise(tensor, dtype)
     if row.converted == "norms" and tensor.name.endswith("norm.weight"):
         values -= 1
+    if values.ndim == 1 and tensor.name.endswith(row.rows_of_one):
+        values = values[None]
     if row.converted == "permuted":
         for part, count in heads.items():
             if part in tensor.name:

@@ -64,6 +64,8 @@ def read_pretrained(
         return _read_gguf(card)
     config = read_model_config(card.id, card.directory, card.config_changes, card.config_part)
     config.use_cache = False  # a decoder would keep keys and values that are never read
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # transformers 5.17 chooses sdpa, which ignores the cap
     auto = choose_class(card.id, config)
     if session.is_skeleton():
         skeleton = _build_skeleton(card, config, auto)

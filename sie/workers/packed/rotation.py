@@ -2,7 +2,8 @@
 
 A rotary module of transformers with dynamic or longrope scaling uses the factors of the longest position in its input.
 A dynamic one also keeps them for shorter sequences that come later. No formula is repeated here: the module itself is
-called, once for each set of factors.
+called, once for each set of factors. Only the choice between longrope's two sets is made here, because transformers
+before 5.23 waits for the device to make it.
 Source: transformers 5.23 modeling_rope_utils.py, dynamic_rope_update.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,8 +70,10 @@ class Rotations:
         """Replace the modules' forward passes."""
         self._scalings = scalings
         self._lengths: Lengths | None = None
-        for module in scalings:
-            module.forward = partial(self._rotate, module, module.forward)
+        for module, found in scalings.items():
+            longrope = {kind: one.most for kind, one in found.items() if not one.is_each}
+            forward: Callable[..., Factors] = _Longrope(module, longrope) if longrope else module.forward
+            module.forward = partial(self._rotate, module, forward)
 
     def least_length(self, length: int) -> int:
         """Return the least length with the same factors as a sequence of this length."""
@@ -105,6 +109,34 @@ class Rotations:
         if lengths is None:
             return ask(x, position_ids)
         return _rotate_parts(ask, x, position_ids, scaling.least_length(lengths))
+
+
+class _Longrope:
+    """The forward pass of a longrope module, with factors that the device itself chooses: the host waits for nothing."""
+
+    def __init__(self, module: Any, most: dict[str | None, int]) -> None:
+        """Compute both sets of frequencies of each layer type. most has the lengths of the longest short sequences."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        self._module = module
+        self._own: Callable[..., Factors] = module.forward
+        self._forward: Callable[..., Factors] = unwrap(type(module).forward)  # without the library's own choice
+        self._sets: dict[str | None, tuple[str, int, Tensor, Tensor]] = {}
+        for layer_type, length in most.items():
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            device = getattr(module, f"{prefix}inv_freq").device
+            long, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, device, seq_len=length + 1, layer_type=layer_type)
+            short = getattr(module, f"{prefix}original_inv_freq").to(device)
+            self._sets[layer_type] = (f"{prefix}inv_freq", length, long, short)
+
+    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Factors:
+        """Return the factors of positions (n, t), as the module does."""
+        kind = {} if layer_type is None else {"layer_type": layer_type}
+        if layer_type not in self._sets:
+            return self._own(x, position_ids, **kind)
+        name, most, long, short = self._sets[layer_type]
+        setattr(self._module, name, torch.where(position_ids.max() >= most, long, short))
+        return self._forward(self._module, x, position_ids, **kind)
 
 
 def _rotate_parts(ask: Ask, x: Tensor, position_ids: Tensor, lengths: NDArray[np.int64]) -> Factors:

@@ -23,8 +23,6 @@ from sie.workers.packed.rotation import find_rotations
 from sie.workers.runners.encode import weight_bytes
 
 _DEFAULT_THRESHOLD = 0.5
-_LEAST_ADJACENCY_THRESHOLD = 0.5
-"""A low threshold for entities must not make nearly every two entities a pair."""
 MAX_BATCH_WORDS = 8192
 """Most words of a batch, including padding: the spans of all words are in memory at once."""
 
@@ -94,8 +92,7 @@ class GlinerRunner:
             self._check_spans(output.logits, [len(words) for words in windows], threshold)
             return [(spans, []) for spans in model.decode_batch(output, batch, **choice)]
         batch = model.collate_batch(rows, labels, self._collator, list(dict.fromkeys(task.relation_labels)))
-        adjacency = max(threshold, _LEAST_ADJACENCY_THRESHOLD)
-        output = _in_float32(model.run_batch(batch, threshold=threshold, adjacency_threshold=adjacency))
+        output = _in_float32(model.run_batch(batch, threshold=threshold))
         self._check_spans(output.logits, [len(words) for words in windows], threshold)
         spans, relations = model.decode_batch(output, batch, relation_threshold=task.relation_threshold, **choice)
         return list(zip(spans, relations if task.relation_labels else [[]] * len(windows), strict=True))

@@ -17,7 +17,7 @@ from sie.catalog.gguf_file import find_gguf, read_gguf_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import parse_model_spec
 from sie.values.errors import ModelLoadFailed
-from tests.gguf_models import BOS, CONTEXT, EOS, write_tiny_llama, write_tiny_qwen2
+from tests.gguf_models import BOS, CONTEXT, EOS, write_tiny_llama, write_tiny_nemotron
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}<think>{% endfor %}"
 
@@ -61,7 +61,7 @@ def test_its_tokenizer_is_the_librarys_own_and_is_kept(path: Path, tmp_path: Pat
     assert own.token_to_id("<|begin|>") == BOS
 
 
-@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_qwen2])
+@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_nemotron])
 def test_a_second_read_needs_no_transformers_and_gives_the_same_card(
     write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +85,7 @@ def test_another_row_for_its_architecture_is_another_entry_of_the_cache(
     assert len(list(tmp_path.glob("tokenizers/*.json"))) == 3
 
 
-@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_qwen2])
+@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_nemotron])
 def test_a_damaged_file_of_the_cache_is_made_again(write: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
     card = card_of(path, tmp_path)
@@ -133,6 +133,14 @@ def test_an_architecture_nobody_knows_is_refused_by_name(path: Path, tmp_path: P
     strange.write_bytes(path.read_bytes().replace(b"llama", b"lmaxx"))
     with pytest.raises(ModelLoadFailed, match="lmaxx"):
         read_gguf_card("m", str(strange), str(tmp_path))
+
+
+def test_scaled_positions_that_the_library_would_ignore_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_tiny_nemotron(tmp_path / "tiny.gguf", **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0})
+    with pytest.raises(ModelLoadFailed, match=r"set nemotron.rope.scaling.type to 'yarn', which is not computed"):
+        read_gguf_card("m", str(path), str(tmp_path))
+    plain = write_tiny_nemotron(tmp_path / "plain.gguf", **{"rope.scaling.type": "none"})
+    assert read_gguf_card("m", str(plain), str(tmp_path)).generate is not None
 
 
 def test_a_t5_is_refused_by_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sie.catalog.gguf_reader import WeightsReader, reading_with
-from tests.gguf_models import write_tiny_qwen2
+from tests.gguf_models import write_tiny_nemotron
 
 KINDS = ("Q4_0", "Q4_K", "Q5_0", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "BF16")
 
@@ -33,7 +33,7 @@ def test_names_are_made_once_for_a_load(tmp_path: Path, monkeypatch: pytest.Monk
     from sie.config.generation_settings import Generation
     from sie.workers.loading.loader import load_generator
 
-    path = write_tiny_qwen2(tmp_path / "tiny.gguf")
+    path = write_tiny_nemotron(tmp_path / "tiny.gguf")
     calls: list[Any] = []
     original = gguf.get_tensor_name_map
     monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *names: calls.append(names) or original(*names))

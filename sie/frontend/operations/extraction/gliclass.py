@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from sie.config.limits import Limits
 from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.text_bounds import groups
 from sie.frontend.inputs.tokenize import Tokenizer, pack_ids, too_long, unicode_error
 from sie.values.errors import BadRequest, Internal
 from sie.values.extract import Classification, Extraction, ExtractTask, Gliclass, LabelGroup
@@ -111,22 +112,25 @@ class LabelReading:
             if _LABEL in text:
                 raise BadRequest(f"A text must not hold {_LABEL} - at `$.items[{index}].text`")
         frames = [self._frame(group) for group in self._groups]
-        self._check_size(texts, frames)
         try:
-            encodings = self._tokenizer.backend.encode_batch(
-                [before + text + behind for text in texts for before, behind in frames]
-            )
+            heads = self._tokenizer.shorten(texts, self._max_tokens, side="right")
+            self._check_size(heads, frames)
+            token_ids, cu_seqlens = pack_ids(self._read(heads, frames))
         except TypeError as error:
             raise unicode_error((*texts, *("".join(frame) for frame in frames)), error) from None
-        rows: list[list[int]] = []
-        for number, encoding in enumerate(encodings):
-            index, group = divmod(number, len(frames))
-            start = len(frames[group][0])
-            ids = self._fit(index, encoding, start, start + len(texts[index]))
-            self._check_labels(index, ids, len(self._groups[group].labels))
-            rows.append(ids)
-        token_ids, cu_seqlens = pack_ids(rows)
         return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+
+    def _read(self, heads: Sequence[str], frames: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Return the token ids of each text with each frame; heads are the beginnings of texts that are read."""
+        rows: list[list[int]] = []
+        for part in groups([before + head + behind for head in heads for before, behind in frames]):
+            for encoding in self._tokenizer.backend.encode_batch(part):
+                index, group = divmod(len(rows), len(frames))
+                start = len(frames[group][0])
+                ids = self._fit(index, encoding, start, start + len(heads[index]))
+                self._check_labels(index, ids, len(self._groups[group].labels))
+                rows.append(ids)
+        return rows
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
         """Return the scores of each text; pieces are (labels, 1) float32 logits, one for each text and group."""
@@ -168,8 +172,8 @@ class LabelReading:
         if policy != "default":
             raise too_long(
                 self._tokenizer.card,
-                f"{len(ids)} tokens, and the model reads at most {limit}; {len(ids) - len(own)} of them are not "
-                f"the text's - at `$.items[{index}].text`",
+                f"more than the {limit} tokens that the model reads, with {len(ids) - len(own)} that are not the text's "
+                f"- at `$.items[{index}].text`",
             )
         num_behind = encoding.special_tokens_mask[::-1].index(0)
         return [*ids[: limit - num_behind], *ids[len(ids) - num_behind :]]

@@ -117,9 +117,8 @@ class WindowReading:
             )
         if task.merge_adjacent_entities:
             entities = merge_adjacent(entities)
-        relations = [relation for extraction in found for relation in extraction.relations]
-        if len(windows) > 1:  # neighbours overlap, so both may find the same relation
-            relations = _best(relations)
+        # Relations have no places: words that are repeated, have two labels or lie in two windows make equal ones.
+        relations = _best([relation for extraction in found for relation in extraction.relations])
         relations.sort(key=lambda one: (-one.score, one.relation, one.head, one.tail))
         return Extraction(entities, relations, groups.classifications, data=groups.data)
 

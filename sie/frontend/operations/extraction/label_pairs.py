@@ -5,15 +5,16 @@ Matches ZeroShotClassificationPipeline of transformers 5. Only the text is ever 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from sie.frontend.inputs.pair_cuts import Cuts
+from sie.frontend.inputs.pair_cuts import Cuts, cut_tokens
 from sie.frontend.inputs.pairs import Arrays, pack_encodings
+from sie.frontend.inputs.text_bounds import groups
 from sie.frontend.inputs.tokenize import Tokenizer, too_long, unicode_error
 from sie.values.errors import BadRequest
 from sie.values.extract import Classification, Extraction, ExtractTask, ZeroShot
@@ -46,7 +47,7 @@ class PairReading:
         """Return the arrays of the request's extent. Raises BadRequest, InputTooLong with overflow_policy `error`."""
         template = self._task.hypothesis_template or _DEFAULT_TEMPLATE
         premises = self._encode(texts)
-        hypotheses = self._encode([template.replace(_PLACE, label) for label in self._task.labels])
+        hypotheses = [*self._encode([template.replace(_PLACE, label) for label in self._task.labels])]
         pairs = (
             self._join(premise, hypothesis, item, place)
             for item, premise in enumerate(premises)
@@ -69,9 +70,13 @@ class PairReading:
             found.append(Extraction(classifications=kept))
         return found
 
-    def _encode(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+    def _encode(self, texts: Sequence[str]) -> Iterator[tokenizers.Encoding]:
+        """Yield the tokens of each text, without special ones, or more than the model reads of a long one."""
+        library, card = self._tokenizer.backend, self._tokenizer.card
         try:
-            return self._tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+            heads = self._tokenizer.shorten(texts, card.max_sequence_length, side=card.truncation_side)
+            for part in groups(heads):
+                yield from library.encode_batch_fast(part, add_special_tokens=False)
         except TypeError as error:
             raise unicode_error(texts, error) from None
 
@@ -93,12 +98,12 @@ class PairReading:
                 if self._task.overflow_policy == "error":
                     raise too_long(
                         card,
-                        f"{len(premise)} tokens, and beside label {place} the model reads at most {room} "
+                        f"more than the {room} tokens that the model reads beside label {place} "
                         f"- at `$.items[{item}].text`",
                     )
                 self.cuts[item] = room
-                premise = tokenizers.Encoding.merge([premise], growing_offsets=False)  # a copy: `truncate` is in place
-                premise.truncate(room, direction=card.truncation_side)
+                premise = tokenizers.Encoding.merge([premise], growing_offsets=False)  # a copy: it is cut in place
+                cut_tokens(premise, room, card.truncation_side)
         return library.post_process(premise, hypothesis, True)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from sie.frontend.inputs.pair_cuts import Cuts, cut_pairs
+from sie.frontend.inputs.pair_cuts import Cuts, Lengths, cut_pairs
 from sie.frontend.inputs.pairs import Arrays, pack_encodings
 from sie.frontend.inputs.tokenize import Tokenizer, too_long, unicode_error
 from sie.values.errors import BadRequest
@@ -86,31 +86,31 @@ class ClassReading:
         num_special = library.num_special_tokens_to_add(pair is not None)
         if self._limit is not None and self._limit <= num_special:
             raise BadRequest(f"A limit of {self._limit} tokens leaves no room beside the {num_special} special ones")
+        texts = [text] if pair is None else [text, pair]
         try:
-            encoding = self._read_whole(library, text, pair)
+            heads = self._tokenizer.shorten(texts, self._limit, side=self._tokenizer.card.truncation_side)
+            (encoding,) = library.encode_batch_fast([heads[0] if pair is None else (heads[0], heads[1])])
             if self._limit is not None and len(encoding) > self._limit:
-                self._note_cut(item, len(encoding), self._limit)
-                encoding = self._read_cut(library, text, pair, self._limit)
+                self._note_cut(item, self._limit)
+                encoding = self._read_cut(library, heads, texts, self._limit)
         except TypeError as error:
-            raise unicode_error([text, pair or ""], error) from None
+            raise unicode_error(texts, error) from None
         if not len(encoding):
             raise BadRequest(f"Text {item} has no token to classify")
         return encoding
 
-    def _read_whole(self, library: tokenizers.Tokenizer, text: str, pair: str | None) -> tokenizers.Encoding:
-        return library.encode_batch_fast([text if pair is None else (text, pair)])[0]
-
-    def _read_cut(self, library: tokenizers.Tokenizer, text: str, pair: str | None, limit: int) -> tokenizers.Encoding:
+    def _read_cut(
+        self, library: tokenizers.Tokenizer, heads: Sequence[str], texts: Sequence[str], limit: int
+    ) -> tokenizers.Encoding:
+        """Return one text or a pair with at most limit tokens; heads are what is read of the whole texts."""
         side = self._tokenizer.card.truncation_side
-        if pair is not None:
-            return cut_pairs(library, text, [pair], limit, {}, side=side)[0]
-        (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
+        if len(heads) > 1:
+            return cut_pairs(library, heads[0], heads[1:], limit, {}, lengths=Lengths(library, texts), side=side)[0]
+        (encoding,) = library.encode_batch_fast(heads, add_special_tokens=False)
         encoding.truncate(limit - library.num_special_tokens_to_add(False), direction=side)
         return library.post_process(encoding, None, True)
 
-    def _note_cut(self, item: int, num_tokens: int, limit: int) -> None:
+    def _note_cut(self, item: int, limit: int) -> None:
         if self._task.overflow_policy == "error":
-            raise too_long(
-                self._tokenizer.card, f"text {item} has {num_tokens} tokens, and at most {limit} are read of it"
-            )
+            raise too_long(self._tokenizer.card, f"text {item} has more than the {limit} tokens that are read of it")
         self.cuts[item] = limit

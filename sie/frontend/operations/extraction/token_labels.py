@@ -6,7 +6,7 @@ TokenClassificationPipeline of transformers 5 does it with that argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sie.config.limits import Limits
 from sie.frontend.inputs.pair_cuts import Cuts
 from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.text_bounds import groups
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, pack_ids, too_long, unicode_error
 from sie.frontend.operations.extraction.bioes import decode_spans
 from sie.frontend.operations.extraction.entities import (
@@ -61,6 +62,7 @@ class TokenReading:
         self._num_tokens = 0
         self._strategy = task.aggregation_strategy or rule.default_strategy
         self._tokenizer = tokenizer
+        self._unknown_id = tokenizer.backend.token_to_id(rule.unknown_token) if rule.unknown_token else None
         self._texts: Sequence[str] = ()
         self._windows: list[list[Window]] = []
         """The windows of each text."""
@@ -72,19 +74,29 @@ class TokenReading:
         Raises BadRequest for invalid Unicode, a stride that is too large, or more logits than a reply may hold. Raises
         InputTooLong with overflow_policy `error`.
         """
-        try:
-            # `encode` starts no thread pool for a single short text (`Tokenizer.encode_texts` says why it must be
-            # short). The faster batch call would leave out the offsets.
-            library, is_short = self._tokenizer.backend, len(texts) == 1 and len(texts[0]) <= LONG_TEXT_BYTES
-            encodings = [library.encode(texts[0])] if is_short else library.encode_batch(texts)
-        except TypeError as error:
-            raise unicode_error(texts, error) from None
         self._texts = texts
         rows: list[list[int]] = []
-        for index, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
-            rows += self._cut(index, text, encoding)
+        for index, encoding in enumerate(self._encode(texts)):
+            rows += self._cut(index, texts[index], encoding)
         token_ids, cu_seqlens = pack_ids(rows)
         return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+
+    def _encode(self, texts: Sequence[str]) -> Iterator[tokenizers.Encoding]:
+        """Yield the tokens of each text, or more than the model reads of a long one that has only one window."""
+        library, limit = self._tokenizer.backend, self._tokenizer.card.max_sequence_length
+        # `encode` starts no thread pool for a single short text (`Tokenizer.encode_texts` says why it must be short).
+        # The faster batch call would leave out the offsets.
+        is_short = len(texts) == 1 and len(texts[0]) <= LONG_TEXT_BYTES
+        try:
+            heads = (
+                texts
+                if self._task.overflow_policy == "default"
+                else self._tokenizer.shorten(texts, limit, side="right")
+            )
+            for part in groups(heads):
+                yield from [library.encode(part[0])] if is_short else library.encode_batch(part)
+        except TypeError as error:
+            raise unicode_error(texts, error) from None
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
         """Return the entities of each text; pieces are the windows' logits (t_i, classes) float32."""
@@ -143,7 +155,7 @@ class TokenReading:
         if policy == "error":
             raise too_long(
                 self._tokenizer.card,
-                f"{num_tokens} tokens, and the model reads at most {room} - at `$.items[{index}].text`",
+                f"more than the {room} tokens that the model reads - at `$.items[{index}].text`",
             )
         if policy == "truncate_text":
             self.cuts[index] = room
@@ -172,12 +184,15 @@ class TokenReading:
         If the vocabulary marks such tokens (`##ing`), they are the tokens longer than their text. Otherwise they are
         the tokens without a space before them.
         """
-        unknown = self._rule.unknown_token
-        pieces = zip(encoding.tokens, encoding.offsets, strict=True)
+        # An unknown token's text may be what it stands for.
+        pieces = [*zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)]
         if getattr(self._tokenizer.backend.model, "continuing_subword_prefix", None):
-            return [token != unknown and len(token) != end - start for token, (start, end) in pieces]
+            return [
+                token_id != self._unknown_id and len(token) != end - start for token_id, token, (start, end) in pieces
+            ]
         return [
-            token != unknown and start > 0 and " " not in text[start - 1 : start + 1] for token, (start, _) in pieces
+            token_id != self._unknown_id and start > 0 and " " not in text[start - 1 : start + 1]
+            for token_id, _, (start, _) in pieces
         ]
 
 

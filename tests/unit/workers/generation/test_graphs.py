@@ -23,6 +23,7 @@ from sie.workers.generation.graphs import try_capture
 from sie.workers.generation.paged_cache import PagedCache
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.model_api import Draw, Slot
+from sie.workers.packed.rotation import find_rotations
 from tests import paged_reference
 from tests.generation_models import BY_LENGTH, FAMILIES, random_prompt
 from tests.unit.workers.device.fake_cuda import FakeCuda
@@ -50,6 +51,7 @@ def on_gpu(name):
     config = getattr(transformers, config_class)(**values, dtype="bfloat16")
     with META:
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    find_rotations(model)  # which waits for nothing; transformers 5.17's own choice of factors does
     with torch.inference_mode():
         recorder = paging._record("m", model, random_prompt(9, 0), META)
         cache = PagedCache(recorder.layers, 16, 8, META)

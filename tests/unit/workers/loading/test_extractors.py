@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,7 @@ from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.values.extract import Extraction, ExtractTask, TokenClassification
 from sie.workers.loading.loader import load_extractor
 from sie.workers.model_api import Pair
+from tests.unit.tiny_tokenizers import count_reads
 from tests.unit.workers.packed_weights import write_checkpoint
 
 LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC"]
@@ -78,11 +80,22 @@ def byte_level() -> LibraryTokenizer:
     return tokenizer
 
 
+def unigram() -> LibraryTokenizer:
+    """Takes the likeliest pieces of each word, and gives a text that it does not know as its token, as XLM-RoBERTa's does."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ,.!'-"
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0), ("on", -3.0), ("▁in", -3.0)]
+    tokenizer = LibraryTokenizer(models.Unigram([*pieces, *((letter, -5.0) for letter in letters)], 3))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
 def save(directory: Path, family: str, auto: type[Any], labels: list[str], limit: int = LIMIT) -> Path:
     """Write a tiny checkpoint with random weights that are large enough for every class to win somewhere."""
     torch.manual_seed(3)
     bert = family in ("bert", "distilbert")
-    tokenizer = wordpiece() if bert else byte_level()
+    tokenizer = wordpiece() if bert else unigram() if family == "xlm-roberta" else byte_level()
     names = dict(enumerate(labels))
     config = transformers.AutoConfig.for_model(
         family, **COMMON, vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=LIMIT + 8, n_layers=2, n_heads=2,
@@ -179,7 +192,7 @@ def test_entities_are_those_of_the_pipeline(make, family: str, strategy: str):
 
 
 @pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
-@pytest.mark.parametrize("family", ["bert", "roberta"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta"])
 def test_any_logits_give_the_entities_of_the_pipeline(make, family: str, strategy: str):
     directory, (card, tokenizer, _) = make(family, "tokens")
     oracle = pipeline("token-classification", directory)
@@ -275,6 +288,32 @@ def test_overflow_policy_decides_about_a_text_over_the_limit(make):
         extract_tokens(loaded, ["x", LONG], overflow_policy="error")
     with pytest.raises(BadRequest, match="stride"):
         extract_tokens(loaded, [LONG], stride=LIMIT)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_of_a_text_that_is_cut_only_the_beginning_is_read(make, monkeypatch, side: str):
+    """A text of 2 MiB is allowed, and to read it whole takes seconds and hundreds of megabytes."""
+    _, loaded = make("bert", "tokens")
+    monkeypatch.setattr(loaded[1], "card", msgspec.structs.replace(loaded[0], truncation_side=side))
+    reads = count_reads(monkeypatch, loaded[1])
+    text = f"{LONG} " * 1000
+    (found,) = extract_tokens(loaded, [text], overflow_policy="truncate_text", aggregation_strategy="first")
+    assert [found] == extract_tokens(loaded, [LONG], overflow_policy="truncate_text", aggregation_strategy="first")
+    with pytest.raises(InputTooLong, match="more than the 22 tokens"):
+        extract_tokens(loaded, [text], overflow_policy="error")
+    assert reads.num_chars < len(text) / 10
+
+
+def test_of_a_text_beside_labels_only_the_beginning_is_read(make, monkeypatch):
+    _, loaded = make("bert", "pairs")
+    reads = count_reads(monkeypatch, loaded[1])
+    text = f"{LONG} " * 1000
+    assert extract_pairs(loaded, ["x", text], labels=("a", "b")) == extract_pairs(
+        loaded, ["x", LONG], labels=("a", "b")
+    )
+    with pytest.raises(InputTooLong, match=r"labels\[1\]"):
+        extract_pairs(loaded, ["x"], labels=("a", text))
+    assert reads.num_chars < len(text) / 10
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "modernbert", "bart"])

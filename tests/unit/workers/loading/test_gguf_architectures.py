@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 import transformers
@@ -14,14 +12,12 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from sie.catalog.gguf_architectures import ROWS
 from sie.catalog.gguf_file import read_gguf_card
-from sie.catalog.gguf_gemma import convert_gemma
-from sie.catalog.gguf_tokenizer import convert_with_library
 from sie.config.generation_settings import Generation
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.loading.loader import load_generator
-from tests.gguf_models import SPACE, VOCABULARY, add_sentence_pieces, write_converted
+from tests.gguf_models import SPACE, VOCABULARY, add_sentence_pieces, apart, write_converted
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 2,
@@ -48,7 +44,24 @@ YARN_WRITTEN = {
     "rope.scaling.yarn_beta_fast": 30.0, "rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.yarn_log_multiplier": 0.5,
     "attention.temperature_scale": 0.3,
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+EXPERTS_WRITTEN = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 20}
+SHARED = {"shared_expert_intermediate_size": 28}
+CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
+GEMMA2 = {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 4}
+PARALLEL = {"partial_rotary_factor": 0.5, "layer_norm_eps": 3e-3}
 OWN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}, {}),
+    "qwen2moe": ("Qwen2Moe", {**EXPERTS, **SHARED}, {**EXPERTS_WRITTEN, "expert_shared_feed_forward_length": 28}),
+    "qwen3moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 12, "norm_topk_prob": True}, {**HEAD, **EXPERTS_WRITTEN}),
+    "gemma2": ("Gemma2", {**GEMMA2, **CAPS}, {**HEAD, **CAPS, "attention.sliding_window": 4}),
+    "phi3": (
+        "Phi3",
+        {"partial_rotary_factor": 0.75, "sliding_window": 4},
+        {"rope.dimension_count": 12, "attention.sliding_window": 4},
+    ),
+    "starcoder2": ("Starcoder2", {"norm_epsilon": 3e-3}, {"attention.layer_norm_epsilon": 3e-3}),
+    "stablelm": ("StableLm", PARALLEL, {"attention.layer_norm_epsilon": 3e-3, "rope.dimension_count": 8}),
     "gemma": ("Gemma", {"head_dim": 12}, HEAD),
     "gemma3": ("Gemma3Text", GEMMA3, {**HEAD, "attention.sliding_window": 4}),
     "granite": ("Granite", SCALES, WRITTEN),
@@ -83,7 +96,7 @@ def write_model(
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.2)
-    weights = {**model.state_dict(), **{name.replace("__", "."): weight for name, weight in extra.items()}}
+    weights = {**apart(model.state_dict()), **{name.replace("__", "."): weight for name, weight in extra.items()}}
     return write_converted(path, name, model, metadata, pre=pre, weights=weights), model
 
 
@@ -156,7 +169,47 @@ def test_gemma_3_27b_scales_its_scores_by_the_width_of_the_model(tmp_path: Path)
     check_logits(tmp_path, "gemma3", path, model)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_gemma_2_27b_scales_its_scores_by_the_width_of_the_model(tmp_path: Path) -> None:
+    own = {**SIZES, **GEMMA2, "num_hidden_layers": 46, "query_pre_attn_scalar": 16}
+    metadata = {**METADATA, **HEAD, "attention.sliding_window": 4, "block_count": 46}
+    check_logits(tmp_path, "gemma2", *write_model(tmp_path / "m.gguf", "gemma2", own, metadata))
+
+
+def test_mixtral_is_a_llama_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OWN, "llama", ("Mixtral", {}, {}))
+    own = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+    metadata = {**METADATA, "expert_count": 4, "expert_used_count": 2}
+    check_logits(tmp_path, "llama", *write_model(tmp_path / "m.gguf", "llama", own, metadata))
+
+
+@pytest.mark.parametrize("values", [{"use_parallel_residual": True}, {"use_qkv_bias": True}])
+def test_stablelm_s_forms(tmp_path: Path, values: dict[str, Any]) -> None:
+    metadata = {**METADATA, **OWN["stablelm"][2], "use_parallel_residual": "use_parallel_residual" in values}
+    own = {**SIZES, **PARALLEL, **values}
+    check_logits(tmp_path, "stablelm", *write_model(tmp_path / "m.gguf", "stablelm", own, metadata))
+
+
+LONG = {"long_factor": [float(place) for place in range(3, 9)], "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
+"""Factors for the half of twelve rotated values."""
+
+
+@pytest.mark.parametrize("original", [4, 32])
+def test_phi_3_has_factors_for_short_and_for_long_texts(tmp_path: Path, original: int) -> None:
+    rotary = {"rope_type": "longrope", "rope_theta": 700.0, "original_max_position_embeddings": original, **LONG}
+    own = {
+        **SIZES,
+        "partial_rotary_factor": 0.75,
+        "rope_parameters": rotary,
+        "original_max_position_embeddings": original,
+    }
+    metadata = {**METADATA, "rope.dimension_count": 12, "rope.scaling.original_context_length": original}
+    metadata["attention.sliding_window"] = 0
+    factors = {f"rope_factors_{name}__weight": torch.tensor(LONG[f"{name}_factor"]) for name in ("long", "short")}
+    path, model = write_model(tmp_path / "m.gguf", "phi3", own, metadata, **factors)
+    check_logits(tmp_path, "phi3", path, model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_scaled_positions(tmp_path: Path, name: str, kind: str) -> None:
     rotary = {"rope_type": kind, "rope_theta": 700.0, "factor": 4.0}
@@ -222,40 +275,6 @@ def test_a_text_begins_with_a_space_only_where_the_file_says_so(tmp_path: Path, 
     assert tokenizer.decode([tokenizer.token_to_id(piece) for piece in (f"{SPACE}cat", f"{SPACE}sat")]) == (
         "cat sat" if adds_space else " cat sat"
     )
-
-
-@pytest.mark.parametrize("adds", [{"bos": True, "eos": True}, {"bos": False}, {}])
-def test_gemma_s_vocabulary_is_the_one_that_the_library_makes(tmp_path: Path, adds: dict[str, bool]) -> None:
-    kinds = gguf.TokenType
-    special = {"<pad>": kinds.CONTROL, "<eos>": kinds.CONTROL, "<bos>": kinds.CONTROL, "<unk>": kinds.UNKNOWN}
-    special |= {
-        "<mask>": kinds.USER_DEFINED,
-        "<unused0>": kinds.CONTROL,
-        "\n\n": kinds.USER_DEFINED,
-        "  ": kinds.USER_DEFINED,
-    }
-    types = {**special, **dict.fromkeys(["\n", SPACE, *"acst", f"{SPACE}c", "at", f"{SPACE}cat", "cat"], kinds.NORMAL)}
-    numbers = {"padding_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "unknown_token_id": 3}
-    flags = {f"add_{name}_token": value for name, value in adds.items()}
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma3")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([*types])
-    writer.add_token_types([*types.values()])
-    writer.add_token_scores([0.0] * len(types))
-    for name, value in (numbers | flags).items():
-        (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"tokenizer.ggml.{name}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    fields = {f"tokenizer.ggml.{name}": value for name, value in (numbers | flags).items()}
-    fields |= {"tokenizer.ggml.model": "llama", "bos": "<bos>", "eos": "<eos>", "unknown": "<unk>", "padding": "<pad>"}
-    expected = convert_with_library("m", str(tmp_path / "m.gguf"), fields, "gemma3_text")
-    assert json.loads(convert_gemma("m", fields, [*types], [*types.values()])) == json.loads(expected)
-
-
-def test_a_vocabulary_of_gemma_with_a_token_twice_is_refused() -> None:
-    with pytest.raises(ModelLoadFailed, match=r"'a' twice in tokenizer\.ggml\.tokens"):
-        convert_gemma("m", {}, ["a", "b", "a"], [1, 1, 1])
 
 
 @pytest.mark.parametrize(

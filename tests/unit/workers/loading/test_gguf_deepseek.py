@@ -14,7 +14,7 @@ from sie.catalog.gguf_file import read_gguf_card
 from sie.config.generation_settings import Generation
 from sie.values.errors import ModelLoadFailed
 from sie.workers.loading.loader import load_generator
-from tests.gguf_models import VOCABULARY, write_converted
+from tests.gguf_models import VOCABULARY, apart, write_converted
 
 HEADS, LATENT, PLAIN, ROTATED, VALUES = 4, 16, 12, 8, 10
 SIZES = {
@@ -81,13 +81,8 @@ def write(path: Path, case: str, *, pre: str = "deepseek-llm", **metadata: Any) 
 def to_llama_cpp(weights: dict[str, torch.Tensor], *, is_split: bool) -> dict[str, torch.Tensor]:
     """Return the weights as the converter reads and divides them. Source: llama.cpp, conversion/deepseek.py."""
     found: dict[str, torch.Tensor] = {}
-    for name, weight in weights.items():
-        if name.endswith("experts.gate_up_proj"):
-            for part, values in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
-                found[name.replace("gate_up", part) + ".weight"] = values
-        elif name.endswith("experts.down_proj"):
-            found[f"{name}.weight"] = weight
-        elif name.endswith("e_score_correction_bias"):
+    for name, weight in apart(weights).items():
+        if name.endswith("e_score_correction_bias"):
             found[name.replace("_bias", ".bias")] = weight
         elif name.endswith("kv_b_proj.weight") and is_split:
             keys, values = weight.view(HEADS, PLAIN + VALUES, LATENT).split([PLAIN, VALUES], 1)

@@ -21,6 +21,7 @@ from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.values.extract import Classification, ExtractTask, TextClassification, ZeroShot
 from sie.workers.loading.loader import load_extractor
 from sie.workers.model_api import Pair
+from tests.unit.tiny_tokenizers import count_reads
 from tests.unit.workers.loading.test_extractors import LONG, TOLERANCE, byte_level, split, wordpiece
 
 LABELS = ["joy", "anger", "fear", "other"]
@@ -182,11 +183,23 @@ def test_labels_threshold_and_top_k_choose_among_the_classes(served):
 
 def test_a_text_over_the_limit_is_refused_if_the_request_says_so(served):
     model = served("bert")
-    with pytest.raises(InputTooLong, match="text 1 has"):
+    with pytest.raises(InputTooLong, match="text 1 has more than the 24 tokens"):
         model.classify([("x", None), (LONG, None)], overflow_policy="error")
     assert_same(model.classify([(LONG, None)], max_tokens=9)[0], model.expect(LONG, max_length=9))
     with pytest.raises(BadRequest, match="no room"):
         model.classify([("x", None)], max_tokens=2)
+
+
+@pytest.mark.parametrize("text", [TEXTS[0], f"{LONG} " * 10])
+@pytest.mark.parametrize("pair", [None, "ada", f"{LONG} " * 11])
+def test_of_a_long_text_only_the_beginning_is_read(served, text: str, pair: str | None, monkeypatch):
+    model = served("bert")
+    expected = model.expect(text, pair)  # which takes the square of the lengths
+    reads = count_reads(monkeypatch, model.tokenizer)
+    text, pair = (one if one is None or LONG not in one else one * 100 for one in (text, pair))
+    assert_same(model.classify([(text, pair)])[0], expected)
+    may_count = LONG in (pair or "")  # where both are cut, the longer one may have a token more
+    assert reads.num_chars < 20_000 or may_count
 
 
 def test_a_text_without_tokens_is_refused(tmp_path: Path):
