@@ -42,11 +42,13 @@ def use_patient_clients(on_wait: Callable[[str], None], pauses_s: Sequence[float
 
 def asked_wait_s(headers: Mapping[str, str]) -> float | None:
     """Return for how many seconds the hub asks not to be asked, if it does."""
-    from huggingface_hub.utils import parse_ratelimit_headers
-
     wanted = headers.get("Retry-After", "").strip()
     if wanted.isdecimal():
         return float(wanted)
+    try:
+        from huggingface_hub.utils import parse_ratelimit_headers
+    except ImportError:  # an older library does not read them
+        return None
     limit = parse_ratelimit_headers(headers)
     return float(limit.reset_in_seconds) if limit is not None and limit.remaining == 0 else None
 
