@@ -22,7 +22,8 @@ import msgspec
 
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.gliner_parts import Encoders, add_encoders, lacks_encoder
-from sie.catalog.hub import ALLOWED, IGNORED, shown_size
+from sie.catalog.hub import ALLOWED, IGNORED
+from sie.catalog.hub_errors import shown_size
 from sie.catalog.modules import read_modules
 from sie.catalog.pickled.program import Refused
 from sie.catalog.pickled.safetensors_file import write_safetensors

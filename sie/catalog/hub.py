@@ -8,11 +8,9 @@ does, once for each revision. Only files that can be read without running them a
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
 import logging
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sie.catalog.files import refuse
+from sie.catalog.hub_client import PAUSES_S, use_patient_clients
+from sie.catalog.hub_errors import classify, explain, shown_size
 from sie.catalog.spec import ModelSpec
+from sie.values.errors import ModelLoadFailed
 
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile
@@ -35,23 +36,17 @@ IGNORED = ["onnx/*", "openvino/*", "coreml/*", "runs/*", "checkpoint-*/*"]
 _DIGESTS = {64: "sha256", 40: "sha1"}  # a blob is named by its LFS or by its git hash
 _CHUNK_BYTES = 1 << 20
 _PARTIAL: Final = ".incomplete"
+_STALE_S: Final = 600.0
+_LOCK_S: Final = 0.05
 _QUIET_S: Final = 0.2
-_STORAGE_ERRNOS = {
-    errno.ENOENT,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,
-    errno.ENOTDIR,
-}
+_REPORT_S: Final = 5.0
 
 
-def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOWED) -> str:
+def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOWED, stage: str = "") -> str:
     """Return the directory of the model's snapshot; download missing files that match `allowed`.
 
     The hub resolves a revision that is not a commit. When the hub cannot be reached, the cached revision is used.
+    A busy hub is asked again, unless every file is here. stage names the activity in place of what is done in detail.
     Raises ModelLoadFailed with `error_class` GATED, NOT_FOUND, NETWORK, TIMEOUT, STORAGE, CONFIG or UNKNOWN.
     """
     import huggingface_hub
@@ -60,20 +55,45 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
     if hub_logging.get_verbosity() == logging.WARNING:  # its default; a warning would break the bar
         hub_logging.set_verbosity_error()
         warnings.filterwarnings("ignore", module=huggingface_hub.__name__)
-    on_progress(0.0, "asking the hub")
+    shown = _Shown(on_progress, stage)
+    shown.report(0.0, "asking the hub")
+    cached = ""
     try:
+        cached = find_cached(spec, allowed)
+        _remove_stale_parts(spec)
+        use_patient_clients(shown.report_wait, () if cached else PAUSES_S)
         directory = huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
             spec.id,
             revision=spec.revision,
             allow_patterns=list(allowed),
             ignore_patterns=IGNORED,
-            tqdm_class=_progress_bar(on_progress, _missing_bytes(spec, allowed)),
+            tqdm_class=_progress_bar(shown.report, _missing_bytes(spec, allowed)),
         )
+    except ModelLoadFailed:
+        raise
     except Exception as error:
         error_class = classify(error)
-        raise refuse(spec.id, _reason(error, error_class, spec) + directory_hint(spec.id), error_class) from error
-    _verify(spec, Path(directory), on_progress)
+        if not cached or error_class not in ("NETWORK", "TIMEOUT"):  # the library itself knows only some of these
+            raise refuse(spec.id, explain(error, spec) + directory_hint(spec.id), error_class) from error
+        directory = cached
+    _verify(spec, Path(directory), shown.report)
     return directory
+
+
+class _Shown:
+    """The progress that was reported last. A wait for the hub is shown at that fraction."""
+
+    def __init__(self, on_progress: Progress, stage: str) -> None:
+        self._on_progress = on_progress
+        self._stage = stage
+        self._fraction = 0.0
+
+    def report(self, fraction: float, text: str) -> None:
+        self._fraction = 0.0 if self._stage else fraction
+        self._on_progress(self._fraction, self._stage or text)
+
+    def report_wait(self, text: str) -> None:
+        self._on_progress(self._fraction, text)
 
 
 def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
@@ -97,7 +117,7 @@ def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
     except LocalEntryNotFoundError:
         return ""
     except HFValidationError as error:
-        raise refuse(spec.id, _first_line(error)) from error
+        raise refuse(spec.id, explain(error, spec) + directory_hint(spec.id)) from error
 
 
 def directory_hint(model_id: str) -> str:
@@ -119,6 +139,25 @@ def list_files(spec: ModelSpec) -> Sequence[RepoFile]:
         return get_cached_repo_tree(spec.id, revision=spec.revision)
     except CachedRepoTreeNotFoundError:
         return ()
+
+
+def _remove_stale_parts(spec: ModelSpec) -> None:
+    """Delete the parts of this model's files that killed downloads have left. The library resumes none of them.
+
+    A part stays while a process holds the lock of its file, or has written to it lately: some file systems between hosts
+    give the lock to everyone. Other names stay, because an older library resumes them.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import WeakFileLock
+
+    cache, name = Path(constants.HF_HUB_CACHE), repo_folder_name(repo_id=spec.id, repo_type="model")
+    for part in (cache / name / "blobs").glob(f"*.{'[0-9a-f]' * 8}{_PARTIAL}"):
+        lock = cache / ".locks" / name / f"{part.name.partition('.')[0]}.lock"
+        with contextlib.suppress(OSError):  # `Timeout` of a lock is one
+            if time.time() - part.stat().st_mtime > _STALE_S:
+                with WeakFileLock(lock, timeout=_LOCK_S):
+                    part.unlink()
 
 
 def remove_partial_files() -> None:
@@ -144,71 +183,6 @@ def _removed(entry: Path) -> bool:
     return False
 
 
-def classify(error: BaseException) -> str:
-    """Return the `error_class` of a download error. Source: SIE API reference, section 12."""
-    from huggingface_hub import errors as hub
-
-    if isinstance(error, hub.LocalEntryNotFoundError) and error.__cause__ is not None:
-        return classify(error.__cause__)  # not in the cache either; the cause is the hub's error
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    names = {base.__name__ for base in type(error).__mro__}
-    if isinstance(error, hub.GatedRepoError) or (status in (401, 403) and "RepositoryNotFoundError" not in names):
-        return "GATED"
-    if isinstance(error, hub.RepositoryNotFoundError | hub.RevisionNotFoundError | hub.RemoteEntryNotFoundError):
-        return "NOT_FOUND"
-    if isinstance(error, hub.HFValidationError):
-        return "CONFIG"
-    if isinstance(error, TimeoutError) or "TimeoutException" in names:
-        return "TIMEOUT"
-    if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
-        return "STORAGE"
-    if isinstance(error, hub.HfHubHTTPError | hub.LocalEntryNotFoundError | ConnectionError) or _is_transport(error):
-        return "NETWORK"
-    return "NETWORK" if "Consistency check failed" in str(error) else "UNKNOWN"
-
-
-def _is_transport(error: BaseException) -> bool:
-    """Tell whether the library's HTTP client raised an error; its package has had several names."""
-    return any(base.__module__.partition(".")[0].startswith("httpx") for base in type(error).__mro__)
-
-
-def _reason(error: BaseException, error_class: str, spec: ModelSpec) -> str:
-    """Return why a download failed, and what the user can do. Only other reasons are quoted from the library."""
-    from huggingface_hub import constants
-    from huggingface_hub import errors as hub
-
-    hub_url = constants.ENDPOINT
-    if isinstance(error, hub.GatedRepoError):
-        return f"{hub_url} gives its files only to accounts with access; ask for it there, and set HF_TOKEN"
-    if isinstance(error, hub.RevisionNotFoundError):
-        return f"it has no revision {spec.revision!r} at {hub_url}"
-    if error_class == "GATED" or isinstance(error, hub.RepositoryNotFoundError):
-        return f"{hub_url} has no model of this name, or it is private and HF_TOKEN is not set to a key for it"
-    if error_class == "NETWORK" and constants.HF_HUB_OFFLINE:
-        return "it is not on this machine, and HF_HUB_OFFLINE is set"
-    if error_class == "STORAGE" and isinstance(error, OSError):
-        return _storage_reason(error, constants.HF_HUB_CACHE)
-    where = f"asking {hub_url}: " if error_class in ("NETWORK", "TIMEOUT") else ""
-    return where + _first_line(error)
-
-
-def _storage_reason(error: OSError, cache: str) -> str:
-    free = ""
-    with contextlib.suppress(OSError):
-        free = f" ({shown_size(shutil.disk_usage(cache).free)} free)"
-    return f"{error.filename or cache}{free}: {error.strerror}; HF_HOME names the directory for downloads"
-
-
-def shown_size(num_bytes: int) -> str:
-    """Return a number of bytes as the hub's pages show it."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def _first_line(error: BaseException) -> str:
-    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line.removeprefix("Got: ")
-
-
 def _missing_bytes(spec: ModelSpec, allowed: Sequence[str]) -> int:
     """Return the size of the files to download; 0 while the hub's list is not known here."""
     from huggingface_hub import try_to_load_from_cache
@@ -225,7 +199,7 @@ def _missing_bytes(spec: ModelSpec, allowed: Sequence[str]) -> int:
 
 
 def _progress_bar(on_progress: Progress, expected_bytes: int) -> type[Any]:
-    """Return a tqdm class that reports each new percent of the bytes instead of drawing.
+    """Return a tqdm class that reports each new percent of the bytes, or what came in _REPORT_S, instead of drawing.
 
     The library adds a file to its bar's total when the file begins, so the total alone would show 100 % after the small
     files. Only `update` reports, because an unclosed bar draws once more when it is garbage collected.
@@ -233,7 +207,7 @@ def _progress_bar(on_progress: Progress, expected_bytes: int) -> type[Any]:
     from huggingface_hub.utils import tqdm
 
     text = f"downloading {shown_size(expected_bytes)}" if expected_bytes else "downloading"
-    shown = -1
+    shown, shown_s = -1, 0.0
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -244,12 +218,13 @@ def _progress_bar(on_progress: Progress, expected_bytes: int) -> type[Any]:
             pass
 
         def update(self, n: float | None = 1) -> bool | None:
-            nonlocal shown
+            nonlocal shown, shown_s
             updated = super().update(n)
             total = max(expected_bytes, self.total or 0)
             percent = int(100 * self.n / total) if self.unit == "B" and total else -1
-            if percent > shown:
-                shown = percent
+            now_s = time.monotonic()
+            if percent > shown or (percent == shown and now_s - shown_s > _REPORT_S):
+                shown, shown_s = percent, now_s
                 on_progress(min(percent / 100, 1.0), text)
             return updated
 

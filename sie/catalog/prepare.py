@@ -180,7 +180,7 @@ def _fetch_encoder(model_id: str, name: str, on_progress: Progress) -> str:
 def _fetch(request: Request, on_progress: Progress) -> str:
     """Return the directory of a model's snapshot. The weights are fetched only if the configuration can be served."""
     spec = request.spec
-    directory = fetch(spec, lambda _fraction, _text: on_progress(0.0, "reading the configuration"), CONFIGURATION)
+    directory = fetch(spec, on_progress, CONFIGURATION, "reading the configuration")
     if not Path(directory).exists():  # the library makes none for nothing
         raise refuse(spec.id, _no_configuration(spec))
     check_before_weights(spec.id, directory)

@@ -224,7 +224,9 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=0, le=1 << 50, description="A smaller checkpoint is not prepared: each worker loads its own copy."),
     ] = 16 << 20
-    load_timeout_s: Annotated[float, Meta(ge=1, le=86400, description="Longest time to load one model.")] = 900.0
+    load_timeout_s: Annotated[
+        float, Meta(ge=1, le=86400, description="Longest time to load one model, or without progress of its download.")
+    ] = 900.0
     load_retry_s: Annotated[
         float,
         Meta(

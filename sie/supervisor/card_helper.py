@@ -83,19 +83,24 @@ class Preparer:
             process_group=0,  # Ctrl-C at a terminal must reach only the supervisor
         )  # fmt: skip
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._follow(helper, request.spec)
+            async with asyncio.timeout(self._timeout_s) as silence:
+                return await self._follow(helper, request.spec, silence)
         except TimeoutError:
-            return Failed(failed(request.spec, f"not fetched within load_timeout_s ({self._timeout_s:g} s)", "TIMEOUT"))
+            reason = f"its download or preparation made no progress within load_timeout_s ({self._timeout_s:g} s)"
+            return Failed(failed(request.spec, reason, "TIMEOUT"))
         finally:
             await _end(helper)
 
-    async def _follow(self, helper: asyncio.subprocess.Process, spec: ModelSpec) -> Ready | Fetched | Found | Failed:
+    async def _follow(
+        self, helper: asyncio.subprocess.Process, spec: ModelSpec, silence: asyncio.Timeout
+    ) -> Ready | Fetched | Found | Failed:
+        """Return the last message of a helper. Each message of its progress starts the time limit again."""
         assert helper.stdout is not None
         try:
             async for line in helper.stdout:
                 message = msgspec.json.decode(line, type=Message)
                 if isinstance(message, Report):
+                    silence.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
                     self._progress.update(spec.id, message.fraction, message.text)
                 else:
                     return message

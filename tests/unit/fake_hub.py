@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
+import struct
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "c0ffee" + "0" * 34
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers and body; with status 0 the connection is closed without an answer."""
 
 
 class FakeHub:
@@ -21,8 +25,18 @@ class FakeHub:
         """What is sent; the listing and its hashes describe `files`."""
         self.cut_once: set[str] = set()
         """Files whose first download ends in the middle."""
-        self.stalled: set[str] = set()
-        """Files whose download stops in the middle until the hub is stopped."""
+        self.stalled_once: set[str] = set()
+        """Files whose first download stops in the middle until the hub is stopped."""
+        self.reset_once: set[str] = set()
+        """Files whose first download ends in the middle with a reset of the connection."""
+        self.silent_at: list[str] = []
+        """What the paths of the next requests contain that get no answer until the hub is stopped."""
+        self.next_answers: dict[str, list[Answer]] = {}
+        """Answers for the next requests whose path contains a key, in place of the usual ones."""
+        self.busy_after_cut: list[Answer] = []
+        """Answers for the requests that follow a download which was cut."""
+        self.page: Answer | None = None
+        """Every answer, as of a server that is no hub."""
         self._stopped = threading.Event()
         self.refusal: tuple[int, str] | None = None
         """Status and X-Error-Code of every answer."""
@@ -70,6 +84,17 @@ class FakeHub:
     def _answer(self, handler: BaseHTTPRequestHandler, *, send_body: bool) -> None:
         path = unquote(urlsplit(handler.path).path)
         self.requests.append((handler.command, path, handler.headers.get("Range")))
+        if (part := next((part for part in self.silent_at if part in path), None)) is not None:
+            self.silent_at.remove(part)
+            self._stopped.wait(60)
+            handler.close_connection = True
+            return None
+        if (answer := self._replaced(path)) is not None:
+            status, headers, body = answer
+            if not status:
+                handler.close_connection = True
+                return None
+            return _send(handler, status, body, headers, send_body)
         if self.refusal is not None:
             return _send(handler, self.refusal[0], b"{}", {"X-Error-Code": self.refusal[1]}, send_body)
         if path.startswith("/api/models/org/model/revision/"):
@@ -83,6 +108,11 @@ class FakeHub:
             return self._send_file(handler, name, send_body)
         return _send(handler, 404, b"{}", {"X-Error-Code": "RepoNotFound"}, send_body)
 
+    def _replaced(self, path: str) -> Answer | None:
+        """Return the answer that a test has put in the place of the usual one, if any."""
+        answers = next((answers for part, answers in self.next_answers.items() if part in path and answers), None)
+        return self.page if answers is None else answers.pop(0)
+
     def _send_file(self, handler: BaseHTTPRequestHandler, name: str, send_body: bool) -> None:
         content = self.served[name]
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(name, self.files[name])}"', "Accept-Ranges": "bytes"}
@@ -92,13 +122,19 @@ class FakeHub:
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             status, content = 206, content[start:]
-        if send_body and name in self.cut_once | self.stalled:
+        if send_body and name in self.cut_once | self.stalled_once | self.reset_once:
             self.cut_once.discard(name)
+            self.next_answers[name], self.busy_after_cut = self.busy_after_cut, []
             _send(handler, status, content, headers, send_body=False)
             handler.wfile.write(content[: len(content) // 2])
-            if name in self.stalled:
+            if name in self.stalled_once:
+                self.stalled_once.discard(name)
                 handler.wfile.flush()
                 self._stopped.wait(60)
+            if name in self.reset_once:
+                self.reset_once.discard(name)
+                handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                handler.connection.close()
             handler.close_connection = True
             return
         _send(handler, status, content, headers, send_body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -20,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sie.catalog.hub import classify
+from sie.catalog.hub_errors import classify
 from sie.catalog.prepare import Failed, Fetched, Message, Ready, Report, Request
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from tests.unit.catalog.warm_helper import Run, WarmHelper, start_warm_helper
@@ -260,6 +261,92 @@ def test_cut_download_is_resumed(hub: FakeHub, prepare: Prepare) -> None:
     assert [wanted for _, _, wanted in hub.requests if wanted] == ["bytes=10485760-"]
 
 
+def test_a_download_that_stops_in_the_middle_is_resumed(hub: FakeHub, prepare: Prepare) -> None:
+    hub.stalled_once = {"model.safetensors"}
+    content = hub.files["model.safetensors"] = hub.served["model.safetensors"] = os.urandom(24 << 20)
+    directory = _directory(prepare(SPEC, hub, HF_HUB_DOWNLOAD_TIMEOUT="1"))
+    assert (directory / "model.safetensors").read_bytes() == content
+    assert [wanted for _, _, wanted in hub.requests if wanted] == ["bytes=10485760-"]
+
+
+def test_a_download_whose_connection_is_reset_is_resumed(hub: FakeHub, prepare: Prepare) -> None:
+    hub.reset_once = {"model.safetensors"}
+    content = hub.files["model.safetensors"] = hub.served["model.safetensors"] = os.urandom(48 << 20)
+    directory = _directory(prepare(SPEC, hub))
+    assert (directory / "model.safetensors").read_bytes() == content
+    ranges = [wanted for _, _, wanted in hub.requests if wanted]
+    assert len(ranges) == 1
+    assert ranges[0] != "bytes=0-"
+
+
+def test_a_hub_that_never_answers_ends_a_download(hub: FakeHub, prepare: Prepare) -> None:
+    hub.silent_at = ["/revision/"] * 10
+    message = prepare(SPEC, hub, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert _error_class(message) == "TIMEOUT"
+    assert "did not answer within 1 s" in message.error.message  # type: ignore[union-attr]
+
+
+def test_a_hub_that_does_not_answer_once_is_asked_again(hub: FakeHub, prepare: Prepare) -> None:
+    hub.silent_at = ["/tree/", "/resolve/"]
+    assert _directory(prepare(SPEC, hub, HF_HUB_DOWNLOAD_TIMEOUT="1", HF_HUB_ETAG_TIMEOUT="1")).name == COMMIT
+    assert hub.silent_at == []
+
+
+BUSY = [(status, {"Retry-After": "0"}, b"{}") for status in (429, 500, 503)]
+
+
+@pytest.mark.parametrize("part", ["/revision/", "/tree/", "/resolve/"])
+def test_a_hub_that_is_busy_is_asked_again(hub: FakeHub, prepare: Prepare, tmp_path: Path, part: str) -> None:
+    hub.next_answers = {part: list(BUSY)}
+    assert _directory(prepare(SPEC, hub)).name == COMMIT
+    assert hub.next_answers == {part: []}
+    messages = [msgspec.json.decode(line, type=Message) for line in (tmp_path / "messages").read_bytes().splitlines()]
+    waits = [each.text for each in messages if isinstance(each, Report) and "asking again" in each.text]
+    assert sorted(waits) == [f"127.0.0.1 answered {status}: asking again in 0 s" for status in (429, 500, 503)]
+
+
+def test_a_download_that_is_resumed_at_a_busy_hub_keeps_its_part(hub: FakeHub, prepare: Prepare) -> None:
+    hub.cut_once = {"model.safetensors"}
+    content = hub.files["model.safetensors"] = hub.served["model.safetensors"] = os.urandom(24 << 20)
+    hub.busy_after_cut = list(BUSY)
+    directory = _directory(prepare(SPEC, hub))
+    assert (directory / "model.safetensors").read_bytes() == content
+    assert {wanted for _, _, wanted in hub.requests if wanted} == {"bytes=10485760-"}
+
+
+def test_a_hub_that_stays_busy_is_asked_a_few_times_and_named(hub: FakeHub, prepare: Prepare) -> None:
+    hub.page = BUSY[2]
+    message = prepare(SPEC, hub)
+    assert _error_class(message) == "NETWORK"
+    assert f"Model 'org/model' cannot be loaded: {hub.url} answered 503" in message.error.message  # type: ignore[union-attr]
+    assert len(hub.requests) == 6
+
+
+def test_a_hub_that_asks_for_a_long_wait_is_not_waited_for(hub: FakeHub, prepare: Prepare) -> None:
+    hub.page = (429, {"Retry-After": "4000"}, b"{}")
+    message = prepare(SPEC, hub)
+    assert "answered 429 Too Many Requests and asks to wait 4000 s" in message.error.message  # type: ignore[union-attr]
+    assert "HF_TOKEN" in message.error.message  # type: ignore[union-attr]
+    assert len(hub.requests) == 1
+
+
+def test_a_model_that_is_complete_here_does_not_wait_for_a_busy_hub(hub: FakeHub, prepare: Prepare) -> None:
+    first = prepare(SPEC, hub)
+    hub.requests.clear()
+    hub.page = BUSY[2]
+    assert _directory(prepare(SPEC, hub)) == _directory(first)
+    assert len(hub.requests) == 1
+
+
+@pytest.mark.parametrize("answer", [(200, {"Content-Type": "text/html"}, b"<html>"), (503, {}, b""), (0, {}, b"")])
+def test_a_model_that_is_complete_here_starts_whatever_answers_in_the_place_of_the_hub(
+    hub: FakeHub, prepare: Prepare, answer: tuple[int, dict[str, str], bytes]
+) -> None:
+    first = prepare(SPEC, hub)
+    hub.page = answer
+    assert _directory(prepare(SPEC, hub)) == _directory(first)
+
+
 def test_wrong_bytes_are_never_served(hub: FakeHub, prepare: Prepare) -> None:
     right = hub.served["model.safetensors"]
     hub.served["model.safetensors"] = b"\0" * len(right)
@@ -293,8 +380,60 @@ def test_a_failure_of_the_hub_says_that_a_directory_has_the_same_name(
     hub.refusal = (404, "RepoNotFound")
     message = prepare(ModelSpec(id="tests/unit"), hub, HF_HUB_OFFLINE=offline)
     assert "; there is a directory here of this name: write ./tests/unit" in message.error.message  # type: ignore[union-attr]
+    message = prepare(ModelSpec(id="tests/unit/catalog"), hub, HF_HUB_OFFLINE=offline)
+    assert "'tests/unit/catalog' is not the id of a model: it is NAME or OWNER/NAME of" in message.error.message  # type: ignore[union-attr]
+    assert "; there is a directory here of this name: write ./tests/unit/catalog" in message.error.message  # type: ignore[union-attr]
     message = prepare(SPEC, hub, HF_HUB_OFFLINE=offline)
     assert "directory here" not in message.error.message  # type: ignore[union-attr]
+
+
+HTML = {"Content-Type": "text/html"}
+
+
+@pytest.mark.parametrize(
+    ("part", "answer", "error_class", "advice"),
+    [
+        ("", (403, HTML, b"<html>"), "NETWORK", "answered 403 Forbidden, not as a hub: a proxy, a firewall"),
+        ("model.safetensors", (403, {}, b"<Error>"), "NETWORK", "NO_PROXY choose the way to it"),
+        ("", (403, {"X-Error-Message": "no read access"}, b""), "GATED", "(no read access): the token of HF_TOKEN"),
+        ("", (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, b""), "GATED",
+         "(Invalid credentials in Authorization header): the token of HF_TOKEN or `hf auth login` may have expired"),
+        ("", (404, HTML, b"<html>"), "NETWORK", "answered 404 Not Found, not as a hub: HF_ENDPOINT must be"),
+        ("", (404, {"X-Error-Code": "RepoNotFound"}, b""), "NOT_FOUND", "`hf auth login` has no access to it"),
+        ("", (200, HTML, b"<html>"), "NETWORK", "does not answer as a hub: it sent something else than JSON"),
+        ("/tree/", (200, {}, b"[{}]"), "NETWORK", "does not answer as a hub: its JSON lacks fields"),
+        ("/resolve/", (200, HTML, b"<html>"), "NETWORK", "it sent a file without its commit and hash; HF_ENDPOINT"),
+        ("", (302, {"Location": "/login"}, b""), "NETWORK", "it redirects for ever; HF_ENDPOINT must be"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_not_the_hub_s_names_its_cause_and_the_setting(
+    hub: FakeHub, prepare: Prepare, part: str, answer: tuple[int, dict[str, str], bytes], error_class: str, advice: str
+) -> None:
+    hub.next_answers = {part: [answer] * 30}
+    message = prepare(SPEC, hub, HF_TOKEN="hf_token")
+    assert _error_class(message) == error_class
+    assert advice in message.error.message  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("environment", "error_class", "advice"),
+    [
+        ({"HF_TOKEN": "hf_é"}, "CONFIG", "the token of HF_TOKEN or `hf auth login` has characters that no token has"),
+        ({"HF_ENDPOINT": "localhost"}, "CONFIG", "HF_ENDPOINT is 'localhost', which is not the address of a hub"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:1"}, "NETWORK", "cannot be reached: [Errno 111] Connection refused; HF_ENDP"),
+        ({"HF_ENDPOINT": "https://hub.example", "NO_PROXY": "", "HTTPS_PROXY": "http://me:secret@127.0.0.1:1"},
+         "NETWORK", "cannot be reached through the proxy 127.0.0.1:1 (HTTPS_PROXY, NO_PROXY): [Errno 111]"),
+        ({"HF_ENDPOINT": "https://hub.example", "NO_PROXY": "", "HTTPS_PROXY": "odd://127.0.0.1:1"},
+         "CONFIG", "through the proxy 127.0.0.1:1 (HTTPS_PROXY, NO_PROXY): Unknown scheme for proxy"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_keeps_the_hub_away_is_named(
+    hub: FakeHub, prepare: Prepare, environment: dict[str, str], error_class: str, advice: str
+) -> None:
+    message = prepare(SPEC, hub, **environment)
+    assert _error_class(message) == error_class
+    assert advice in message.error.message  # type: ignore[union-attr]
+    assert "secret" not in message.error.message  # type: ignore[union-attr]
 
 
 def test_hub_that_is_down_has_its_class(hub: FakeHub, prepare: Prepare) -> None:
@@ -305,7 +444,10 @@ def test_hub_that_is_down_has_its_class(hub: FakeHub, prepare: Prepare) -> None:
 def test_a_model_that_is_not_here_while_downloads_are_off_is_named_as_such(hub: FakeHub, prepare: Prepare) -> None:
     message = prepare(SPEC, hub, HF_HUB_OFFLINE="1")
     assert _error_class(message) == "NETWORK"
-    assert "it is not on this machine, and HF_HUB_OFFLINE is set" in message.error.message  # type: ignore[union-attr]
+    assert (
+        "it is not on this machine, or only in part, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+        in message.error.message
+    )  # type: ignore[union-attr]
 
 
 def test_a_place_for_downloads_that_cannot_be_written_is_named(hub: FakeHub, prepare: Prepare) -> None:
@@ -336,7 +478,7 @@ def test_progress_counts_all_files_to_download_from_the_beginning(
 
 
 def test_a_download_that_is_ended_leaves_no_part_of_a_file(hub: FakeHub, tmp_path: Path) -> None:
-    hub.stalled = {"model.safetensors"}
+    hub.stalled_once = {"model.safetensors"}
     request = msgspec.json.encode(Request(spec=SPEC, cache_dir=str(tmp_path / "cache"))).decode()
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
     with subprocess.Popen(
@@ -350,6 +492,27 @@ def test_a_download_that_is_ended_leaves_no_part_of_a_file(hub: FakeHub, tmp_pat
         helper.terminate()
         assert helper.wait(120) == 128 + signal.SIGTERM
     assert not list(tmp_path.rglob("*.incomplete"))
+
+
+def test_a_part_that_a_killed_download_left_goes_with_the_next_one(
+    hub: FakeHub, prepare: Prepare, tmp_path: Path
+) -> None:
+    prepare(SPEC, hub)
+    blob = (tmp_path / "hf/hub/models--org--model/snapshots" / COMMIT / "model.safetensors").resolve()
+    stale, fresh, locked, resumable = (
+        blob.with_name(name)
+        for name in (f"{blob.name}.0123abcd.incomplete", f"{blob.name}.00000000.incomplete",
+                     f"{'a' * 64}.0123abcd.incomplete", f"{blob.name}.incomplete")
+    )  # fmt: skip
+    for part in (stale, fresh, locked, resumable):
+        part.write_bytes(b"a part")
+        if part != fresh:
+            os.utime(part, (0, 0))
+    lock = tmp_path / "hf/hub/.locks/models--org--model" / f"{'a' * 64}.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        prepare(SPEC, hub)
+    assert {path for path in blob.parent.iterdir() if path.suffix == ".incomplete"} == {fresh, locked, resumable}
 
 
 @pytest.mark.parametrize(
