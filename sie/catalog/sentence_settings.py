@@ -5,7 +5,7 @@ Follows sentence_transformers 6.2. A setting that cannot be applied exactly is r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -61,6 +61,7 @@ class SentenceSettings(msgspec.Struct):
     default_prompt_name: str | None = None
     similarity_fn_name: str | None = None
     truncate_dim: int | None = None
+    max_active_dims: Annotated[int, msgspec.Meta(gt=0)] | None = None
 
 
 def read_sentence_settings(checkpoint: Checkpoint) -> SentenceSettings:

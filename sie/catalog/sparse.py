@@ -16,6 +16,7 @@ import msgspec
 
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.modules import Module
+from sie.catalog.sentence_settings import read_sentence_settings
 from sie.catalog.weights import check_weights, tensor_shape
 from sie.values.card import LateInteraction, SparseOutput, StaticQueries
 
@@ -42,8 +43,9 @@ class M3Heads(msgspec.Struct, frozen=True):
 
 def read_splade(checkpoint: Checkpoint, modules: list[Module] | None) -> SparseOutput:
     """Read the pooling after a masked language model; modules is None for a bare one. Raises ModelLoadFailed."""
+    most = read_sentence_settings(checkpoint).max_active_dims
     if modules is None:
-        return SparseOutput(kind="splade")
+        return SparseOutput(kind="splade", max_entries=most)
     after = [module for module in modules[1:] if module.name != "Dropout"]
     if len(after) != 1 or after[0].name != "SpladePooling":
         names = ", ".join(module.name for module in after) or "nothing"
@@ -52,7 +54,7 @@ def read_splade(checkpoint: Checkpoint, modules: list[Module] | None) -> SparseO
     pooling, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
     if pooling not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
         raise refuse(checkpoint.id, f"its SpladePooling is {pooling!r} of {activation!r}, which cannot be run")
-    return SparseOutput(kind="splade", pooling=pooling, activation=activation)
+    return SparseOutput(kind="splade", pooling=pooling, activation=activation, max_entries=most)
 
 
 def read_router(checkpoint: Checkpoint, modules: list[Module]) -> tuple[StaticQueries, list[Module]]:

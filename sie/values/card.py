@@ -109,6 +109,8 @@ class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["splade", "lexical"]
     pooling: Literal["max", "sum"] = "max"
     activation: Literal["relu", "log1p_relu"] = "relu"
+    max_entries: int | None = None
+    """How many of a vector's largest values are kept; None keeps all."""
     weights_file: str = ""
     """Absolute path of the linear layer's safetensors; lexical only."""
 

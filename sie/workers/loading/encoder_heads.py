@@ -32,8 +32,14 @@ def build_heads(card: ModelCard, language_head: LanguageHead | None, device: tor
         sparse=sparse,
         multivector=TokenHead(card, device) if card.late is not None else None,
         expansion=expansion,
-        static_queries=StaticTable(card.static_queries.weights_file) if card.static_queries is not None else None,
+        static_queries=_static_queries(card),
     )
+
+
+def _static_queries(card: ModelCard) -> StaticTable | None:
+    if card.static_queries is None:
+        return None
+    return StaticTable(card.static_queries.weights_file, card.sparse.max_entries if card.sparse is not None else None)
 
 
 def read_projector(card: ModelCard, device: torch.device) -> torch.nn.Sequential:

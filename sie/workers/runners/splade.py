@@ -98,6 +98,7 @@ class SpladeHead:
         self._is_max = options.pooling == "max"
         self._num_logs = 2 if options.activation == "log1p_relu" else 1
         self._row_bytes = 4 * vocab_size
+        self._max_entries = options.max_entries
 
     def weights(self) -> Iterable[Tensor]:
         """Return all weights of the language model; the head's last layer often shares the embeddings."""
@@ -105,7 +106,7 @@ class SpladeHead:
 
     def launch(self, hidden: Tensor, batch: PackedBatch) -> Callable[[], list[Entries]]:
         """See `SparseHead`."""
-        entries = self.run(hidden, batch)
+        entries = [keep_largest(found, self._max_entries) for found in self.run(hidden, batch)]
         return lambda: entries
 
     def run(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
@@ -193,8 +194,10 @@ def _largest_by_id(ids: NDArray[np.int64], weights: NDArray[np.float32]) -> Entr
 class StaticTable:
     """Weights of token ids for queries that need no model. Source: SparseStaticEmbedding of sentence-transformers."""
 
-    def __init__(self, weights_file: str) -> None:
+    def __init__(self, weights_file: str, max_entries: int | None = None) -> None:
+        """max_entries is how many of a query's largest weights are kept; None keeps all."""
         self._weights = load_file(Path(weights_file))["weight"].float().numpy()
+        self._max_entries = max_entries
         self.memory_bytes = self._weights.nbytes
 
     def __call__(self, token_ids: NDArray[np.int32]) -> Entries:
@@ -204,7 +207,16 @@ class StaticTable:
         if not np.isfinite(values).all():
             raise _non_finite()
         kept = values > 0
-        return indices[kept].astype(np.int32), values[kept]
+        return keep_largest((indices[kept].astype(np.int32), values[kept]), self._max_entries)
+
+
+def keep_largest(entries: Entries, most: int | None) -> Entries:
+    """Return the entries with the largest values, in their order. None keeps all. Source: `max_active_dims` of SparseEncoder."""
+    indices, values = entries
+    if most is None or len(values) <= most:
+        return entries
+    kept = np.sort(np.argpartition(values, -most)[-most:])
+    return indices[kept], values[kept]
 
 
 def take_entries(weights: Tensor) -> list[Entries]:

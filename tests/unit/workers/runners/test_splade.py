@@ -87,7 +87,19 @@ def test_poolings_and_activations_equal_sparse_encoder(
     np.testing.assert_allclose(rows, _reference(sentence_transformers, directory, texts), rtol=RTOL, atol=ATOL)
 
 
-def _write_modules(directory: Path, pooling: dict[str, Any]) -> None:
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_as_many_entries_are_kept_as_the_model_says(
+    most: int, masked_lm: Any, serve: Any, texts: Any, sentence_transformers: Any, to_rows: Any
+) -> None:
+    directory = masked_lm("bert")
+    _write_modules(directory, {}, max_active_dims=most)
+    model = serve(directory)
+    rows = to_rows(model.run(texts, "sparse"), model.card.dims["sparse"])
+    np.testing.assert_allclose(rows, _reference(sentence_transformers, directory, texts), rtol=RTOL, atol=ATOL)
+    assert (rows != 0).sum(1).max() <= most
+
+
+def _write_modules(directory: Path, pooling: dict[str, Any], **settings: Any) -> None:
     """Write the form of sentence-transformers 5."""
     prefix = "sentence_transformers.sparse_encoder.models"
     modules = [
@@ -95,7 +107,7 @@ def _write_modules(directory: Path, pooling: dict[str, Any]) -> None:
         {"idx": 1, "name": "1", "path": "1_SpladePooling", "type": f"{prefix}.SpladePooling"},
     ]
     (directory / "modules.json").write_text(json.dumps(modules))
-    (directory / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "SparseEncoder"}))
+    (directory / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "SparseEncoder"} | settings))
     (directory / "1_SpladePooling").mkdir()
     (directory / "1_SpladePooling/config.json").write_text(json.dumps(pooling))
 
@@ -118,10 +130,11 @@ def test_entries_are_the_same_alone_and_in_every_position(
         np.testing.assert_allclose(np.roll(rows, shift, axis=0), alone, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("most", [None, 3])
 def test_router_queries_need_no_model(
-    masked_lm: Any, serve: Any, texts: Any, sentence_transformers: Any, to_rows: Any, tmp_path: Path
+    most: int | None, masked_lm: Any, serve: Any, texts: Any, sentence_transformers: Any, to_rows: Any, tmp_path: Path
 ) -> None:
-    directory = _router(sentence_transformers, masked_lm("bert"), tmp_path / "router")
+    directory = _router(sentence_transformers, masked_lm("bert"), tmp_path / "router", max_active_dims=most)
     model = serve(directory)
     for task in ("query", "document"):
         rows = to_rows(model.run(texts, "sparse", task == "query"), model.card.dims["sparse"])
@@ -144,7 +157,7 @@ def test_queries_and_documents_share_a_step(
     np.testing.assert_allclose(together, alone, rtol=1e-3, atol=1e-5)
 
 
-def _router(sentence_transformers: Any, directory: Path, target: Path) -> Path:
+def _router(sentence_transformers: Any, directory: Path, target: Path, **settings: Any) -> Path:
     modules = pytest.importorskip("sentence_transformers.sparse_encoder.modules")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -154,7 +167,7 @@ def _router(sentence_transformers: Any, directory: Path, target: Path) -> Path:
             [modules.SparseStaticEmbedding(document.tokenizer, weight=weights)],
             [document, modules.SpladePooling("max", "log1p_relu")],
         )
-        sentence_transformers.SparseEncoder(modules=[router]).save(str(target))
+        sentence_transformers.SparseEncoder(modules=[router], **settings).save(str(target))
     return target
 
 
