@@ -43,9 +43,13 @@ class Place:
             return httpx.get(f"{self.server.url}/readyz", timeout=WAIT_S).status_code == 200
         return False
 
+    def homes(self) -> list[Path]:
+        """Return the directories of all sessions; those of one agent process lie together."""
+        return list(self.directory.glob("*/*"))
+
     def let_go(self, number: int) -> None:
         """Let the call of a round end, in every session."""
-        for home in self.directory.iterdir():
+        for home in self.homes():
             with contextlib.suppress(OSError):
                 (home / "work" / f"go{number}").touch()
 
@@ -128,9 +132,9 @@ def test_a_death_in_a_round_is_told_or_not_noticed(place: Place, victim: str, to
     thread = threading.Thread(target=ask)
     thread.start()
     for one in range(number):
-        eventually(lambda one=one: answers or list(place.directory.glob(f"*/work/at{one}")), "an earlier round")
+        eventually(lambda one=one: answers or list(place.directory.glob(f"*/*/work/at{one}")), "an earlier round")
         place.let_go(one)
-    eventually(lambda: answers or list(place.directory.glob(f"*/work/at{number}")), "the round")
+    eventually(lambda: answers or list(place.directory.glob(f"*/*/work/at{number}")), "the round")
     assert not answers, answers
     _kill(place, victim)
     while thread.is_alive():  # later rounds, of this session or of one that begins anew, need not wait
@@ -151,14 +155,14 @@ def test_a_death_in_a_round_is_told_or_not_noticed(place: Place, victim: str, to
             is_late = victim == "agent" and one > number and LOST in result
             assert wanted in result or is_late, (one, results)
     eventually(lambda: not place.sandboxed(), "the end of every sandbox")
-    eventually(lambda: not list(place.directory.iterdir()), "the end of every session")
+    eventually(lambda: not place.homes(), "the end of every session")
 
 
 def test_nothing_is_left_of_many_deaths(place: Place) -> None:
     """A process that survives holds as many descriptors as before."""
     eventually(place.is_ready, "the server, whose only frontend the latest test killed")
     place.client.python("1")
-    eventually(lambda: not list(place.directory.iterdir()), "the end of the session")
+    eventually(lambda: not place.homes(), "the end of the session")
     (agent,) = eventually(place.agents, "the agent process")
     before = count_fds(agent.pid)
     for victim in ("sandbox", "frontend", "sandbox", "worker", "frontend"):
@@ -180,7 +184,7 @@ def test_a_killed_server_leaves_no_sandbox() -> None:
 
         place.client.wait_for_tools()
         threading.Thread(target=ask).start()
-        eventually(lambda: list(directory.glob("*/work/at0")), "the call")
+        eventually(lambda: list(directory.glob("*/*/work/at0")), "the call")
         inside = place.sandboxed()
         assert inside
         server.process.kill()
