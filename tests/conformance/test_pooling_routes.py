@@ -145,7 +145,7 @@ def test_extract_reads_texts_and_pairs_best_class_first(server: Server, folder: 
         ({"input": "x" * 65537}, 400, "at most 65536 bytes"),
         ({"input": [1, 2]}, 400, "$.input"),
         ({"input": "x", "chat_template": "x"}, 400, "chat_template"),
-        ({"input": LONG}, 400, f"at most {MAX_TOKENS}"),
+        ({"input": LONG}, 400, f"more than the {MAX_TOKENS} tokens"),
         ({"input": "w1", "model": "no/model"}, 404, "no/model"),
         ({"input": "w1", "model": "tiny/ce"}, 400, "does not support extraction"),
     ],

@@ -16,7 +16,7 @@ STATUS = re.compile(r"^((?:SigBlk|SigIgn|SigCgt|NoNewPrivs|Seccomp|Cpus_allowed_
 def kind(fd: Path) -> str:
     """Return what a descriptor is, without the number that tells two of them apart."""
     try:
-        return re.sub(r"\d{2,}|sie-test-\w+|run-\w+", "", str(fd.readlink()))
+        return re.sub(r"\d{2,}|sie-test-\w+|(run|sessions)-\w+", "", str(fd.readlink()))
     except FileNotFoundError:  # the listing itself
         return ""
 

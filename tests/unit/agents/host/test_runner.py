@@ -65,14 +65,14 @@ def test_a_program_whose_end_nobody_would_see_is_ended(
 
 
 def test_a_full_disk_fails_the_call_and_leaves_no_directory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = host.process._sessions._root
+    directory = host.process._sessions._directory
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", raising(errno.ENOSPC))
         assert_failed(host.call(tools.SHELL, **SHELL), os.strerror(errno.ENOSPC))
         question = FindFiles(owner="", session="s", run_id="0123456789ab", round=1, turn=0, names=("a",))
         with pytest.raises(Unavailable, match="No space left"):
             host.ask(question)
-    assert list(root.iterdir()) == []
+    assert list(directory.iterdir()) == []
     assert host.call(tools.SHELL, **SHELL).problem == ""
 
 

@@ -57,7 +57,8 @@ def _assert_like(found: Extraction, expected: dict[str, Any], text: str) -> int:
         for pair in expected.get(name, ())
         if all(pair[end]["start"] < len(text) for end in ("head", "tail"))
     ]
-    assert sorted((r.relation, r.head, r.tail) for r in found.relations) == sorted(relations)
+    # Ours have no places, so equal ones are answered once.
+    assert sorted((r.relation, r.head, r.tail) for r in found.relations) == sorted(set(relations))
     scores = {f"{group.name}.{label}": score for group in GROUPS for label, score in expected[group.name]}
     kept = {name: score for name, score in scores.items() if score >= 0.4}
     assert {one.label: one.score for one in found.classifications} == pytest.approx(kept, abs=TOLERANCE)
