@@ -101,8 +101,11 @@ class Run:
         """Wait for the first token, at most timeout_s. Raises the error of a request that ended before it."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), timeout_s)
-        for part in self.parts:
-            part.stream.raise_early()
+        try:
+            for part in self.parts:
+                part.stream.raise_early()
+        except SieError as error:
+            raise self._with_field(error) from None
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
         """Return the next events, or an empty list after timeout_s; the caller must send them now.

@@ -429,6 +429,15 @@ async def test_a_worker_s_error_about_a_grammar_names_the_client_s_field(bench: 
 
 
 @on_bench
+async def test_a_stream_that_has_not_begun_hears_of_its_grammar_by_the_client_s_field(bench: Bench) -> None:
+    run = await bench.start(grammar=Grammar(kind="json_schema", value='{"$ref":"#"}'))
+    refused = BadRequest("grammar: no token can follow", extras={"param": "grammar"})
+    bench.rig.hand_workers[-1].fail(run.parts[0].pending.request_id, refused)
+    with pytest.raises(BadRequest, match=r"^Field 'response_format': no token can follow"):
+        await run.wait_first(DEADLINE_S)
+
+
+@on_bench
 async def test_a_grammar_that_waits_for_others_ends_at_the_requests_deadline(bench: Bench) -> None:
     are_over = threading.Event()
     others = [bench.generator._grammars.submit(are_over.wait, DEADLINE_S) for _ in range(2)]
