@@ -293,14 +293,19 @@ def test_an_answer_that_cannot_be_read_costs_its_call_and_not_the_connection() -
     with_servers(work, stdio("d", args=(DOUBLE, "careless")))
 
 
+async def learn(servers: McpServers, by: str, argument: str) -> None:
+    """Let a server learn two tools by a call, and wait until each of them is listed."""
+    for name in ("first", "second"):
+        learns = msgspec.structs.replace(tool(by), arguments=json.dumps({argument: name}))
+        assert not (await servers.run(learns)).problem
+        while f"d_{name}" not in {one.name for one in servers.list_tools().servers[0].tools}:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+
+
 def test_tools_are_listed_anew_when_a_server_says_that_they_have_changed() -> None:
     async def work(servers: McpServers) -> None:
         await connected(servers)
-        for name in ("first", "second"):
-            learns = msgspec.structs.replace(tool("plain"), arguments=json.dumps({"learns": name}))
-            assert not (await servers.run(learns)).problem
-            while f"d_{name}" not in {one.name for one in servers.list_tools().servers[0].tools}:  # noqa: ASYNC110  # nothing tells of it
-                await asyncio.sleep(0.01)
+        await learn(servers, "plain", "learns")
 
     with_servers(work, stdio("d", args=(DOUBLE, "careless")))
 
@@ -310,11 +315,7 @@ def test_tools_are_listed_anew_when_a_subscription_says_that_they_have_changed()
 
     async def work(servers: McpServers) -> None:
         await connected(servers)
-        for name in ("first", "second"):
-            learns = msgspec.structs.replace(tool("learn"), arguments=json.dumps({"name": name}))
-            assert not (await servers.run(learns)).problem
-            while f"d_{name}" not in {one.name for one in servers.list_tools().servers[0].tools}:  # noqa: ASYNC110  # nothing tells of it
-                await asyncio.sleep(0.01)
+        await learn(servers, "learn", "name")
 
     with double("http") as port:
         with_servers(work, {"name": "d", "source": {"type": "Http", "url": f"http://127.0.0.1:{port}/mcp"}})
