@@ -55,7 +55,7 @@ class ExportedFile(NamedTuple):
     outputs: tuple[OnnxValue, ...]
     nbytes: int
     constants: Mapping[int, Constant]
-    """By its place among the program's arguments, the value of each that is no tensor; it was fixed when the program was saved."""
+    """The arguments that are not tensors, by their place among all arguments. Their values are those in the saved program."""
 
 
 def read_exported(path: Path) -> ExportedFile:

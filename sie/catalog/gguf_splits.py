@@ -15,7 +15,7 @@ _QWEN35: Final = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _FIRST: Final = r"[^\r\n\p{L}\p{N}]?"
-"""What a word may begin with that is no letter, such as a space."""
+"""A word may begin with one such character, for example a space."""
 _SIGNS: Final = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
 _TEKKEN: Final = rf"{_FIRST}{_UPPER}*{_LOWER}+|{_FIRST}{_UPPER}+{_LOWER}*|\p{{N}}|{_SIGNS}"
 _GPT4O: Final = rf"{_FIRST}{_UPPER}*{_LOWER}+{_MARKS}?|{_FIRST}{_UPPER}+{_LOWER}*{_MARKS}?|\p{{N}}{{1,3}}|{_SIGNS}"

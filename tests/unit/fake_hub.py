@@ -36,7 +36,7 @@ class FakeHub:
         self.busy_after_cut: list[Answer] = []
         """Answers for the requests that follow a download which was cut."""
         self.page: Answer | None = None
-        """Every answer, as of a server that is no hub."""
+        """What this server answers to every request, in place of a hub's answers. It then plays a server of another kind."""
         self._stopped = threading.Event()
         self.refusal: tuple[int, str] | None = None
         """Status and X-Error-Code of every answer."""
